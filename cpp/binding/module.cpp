@@ -1,0 +1,262 @@
+// The Python module fusedconv._C: tensors arrive as addresses, sizes and strides; no torch here.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu/group_norm.hpp"
+#include "fusedconv/check.hpp"
+#include "fusedconv/groupnorm.hpp"
+#ifdef FUSEDCONV_WITH_CUDA
+#include "conv/convolution.hpp"
+#include "groupnorm/groupnorm.hpp"
+#include "layout/layout.hpp"
+#include "program/program.hpp"
+#endif
+
+namespace py = pybind11;
+
+namespace fusedconv {
+namespace {
+
+template <class T>
+T* address(uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+template <class E>
+E checked_enum(char const* name, int value, int count) {
+  if (value < 0 || value >= count) {
+    throw InvalidArgument(detail::join(name, " is ", value, " (expected 0 to ", count - 1, ")"));
+  }
+  return static_cast<E>(value);
+}
+
+DType dtype_of(char const* name, int value) { return checked_enum<DType>(name, value, 3); }
+Layout layout_of(char const* name, int value) { return checked_enum<Layout>(name, value, 2); }
+Activation activation_of(char const* name, int value) {
+  return checked_enum<Activation>(name, value, 5);
+}
+
+GroupNormProblem group_norm_problem(int64_t batch, int64_t channels, int64_t pixels, int64_t groups,
+                                    double eps, int layout, int dtype, int affine_dtype,
+                                    int activation_before, int activation_after) {
+  return {.batch = batch,
+          .channels = channels,
+          .pixels = pixels,
+          .groups = groups,
+          .eps = eps,
+          .layout = layout_of("layout", layout),
+          .dtype = dtype_of("dtype", dtype),
+          .affine_dtype = dtype_of("affine_dtype", affine_dtype),
+          .activation_before = activation_of("activation_before", activation_before),
+          .activation_after = activation_of("activation_after", activation_after)};
+}
+
+void bind_cpu(py::module_& m) {
+  m.def(
+      "cpu_group_norm",
+      [](uintptr_t input, uintptr_t output, uintptr_t weight, uintptr_t bias, uintptr_t mean,
+         uintptr_t rstd, int64_t batch, int64_t channels, int64_t pixels, int64_t groups,
+         double eps, int layout, int dtype, int affine_dtype, int activation_before,
+         int activation_after, int threads) {
+        auto const problem =
+            group_norm_problem(batch, channels, pixels, groups, eps, layout, dtype, affine_dtype,
+                               activation_before, activation_after);
+        GroupNormTensors const tensors{.input = address<void>(input),
+                                       .output = address<void>(output),
+                                       .weight = address<void>(weight),
+                                       .bias = address<void>(bias),
+                                       .mean = address<float>(mean),
+                                       .rstd = address<float>(rstd)};
+        py::gil_scoped_release const release;
+        cpu::group_norm(problem, tensors, threads);
+      },
+      py::arg("input"), py::arg("output"), py::arg("weight"), py::arg("bias"), py::arg("mean"),
+      py::arg("rstd"), py::kw_only(), py::arg("batch"), py::arg("channels"), py::arg("pixels"),
+      py::arg("groups"), py::arg("eps"), py::arg("layout"), py::arg("dtype"),
+      py::arg("affine_dtype"), py::arg("activation_before"), py::arg("activation_after"),
+      py::arg("threads"),
+      "Activation, GroupNorm, activation on the processor. Addresses of dense tensors; 0 where "
+      "weight, bias, mean or rstd is absent.");
+}
+
+#ifdef FUSEDCONV_WITH_CUDA
+
+py::dict row_dict(int index, conv::ConvRow const& row) {
+  py::dict result;
+  result["index"] = index;
+  result["name"] = row.name;
+  result["family"] = row.family;
+  result["architecture"] = row.architecture;
+  result["dimensions"] = row.dimensions;
+  result["math"] = int(row.math);
+  result["dtype"] = int(row.dtype);
+  result["tile"] = py::make_tuple(row.tile_m, row.tile_n, row.tile_k);
+  result["warps"] = row.warps;
+  result["stages"] = row.stages;
+  result["alignment"] = row.alignment;
+  result["shared_bytes"] = row.shared_bytes;
+  result["max_filter_extent"] = row.max_filter_extent;
+  result["max_tensor_bytes"] = row.max_tensor_bytes;
+  return result;
+}
+
+using Triple = std::array<int, 3>;
+
+void bind_cuda(py::module_& m) {
+  m.def(
+      "conv_rows",
+      [] {
+        py::list result;
+        int index = 0;
+        for (auto const& row : conv::conv_rows()) result.append(row_dict(index++, row));
+        return result;
+      },
+      "The compiled convolution kernels, as dictionaries; the index is what Program takes.");
+
+  py::class_<Operand>(m, "Operand", "Where a step of a Program finds a tensor.").def(py::init<>());
+
+  py::class_<groupnorm::Passes>(m, "GroupNormPasses", "What the GroupNorm passes compute.")
+      .def(py::init([](int64_t channels, int64_t pixels, int64_t groups, double eps, int layout,
+                       int dtype, int affine_dtype, int activation_before, int activation_after,
+                       int64_t row_channels, int output_layout, int output_dtype) {
+             return groupnorm::Passes{
+                 group_norm_problem(0, channels, pixels, groups, eps, layout, dtype, affine_dtype,
+                                    activation_before, activation_after),
+                 row_channels, layout_of("output_layout", output_layout),
+                 dtype_of("output_dtype", output_dtype)};
+           }),
+           py::kw_only(), py::arg("channels"), py::arg("pixels"), py::arg("groups"),
+           py::arg("eps"), py::arg("layout"), py::arg("dtype"), py::arg("affine_dtype"),
+           py::arg("activation_before"), py::arg("activation_after"), py::arg("row_channels"),
+           py::arg("output_layout"), py::arg("output_dtype"));
+
+  py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")
+      .def(py::init<int, int64_t, int64_t>(), py::arg("device"), py::arg("batch"), py::arg("chunk"))
+      .def("tensor", &Program::tensor, py::arg("slot"), py::arg("bytes_per_sample"))
+      .def("scratch", &Program::scratch, py::arg("bytes_per_sample"), py::arg("bytes") = 0)
+      .def(
+          "pack_filter",
+          [](Program& self, Operand weight, Operand bias, Operand filter, Operand packed_bias,
+             int64_t c, int64_t k, Triple const& taps, int64_t padded_c, int64_t padded_k,
+             std::array<int64_t, 5> const& strides, int dtype, bool round_tf32) {
+            self.pack_filter({.c = c,
+                              .k = k,
+                              .t = taps[0],
+                              .r = taps[1],
+                              .s = taps[2],
+                              .padded_c = padded_c,
+                              .padded_k = padded_k,
+                              .stride_c = strides[0],
+                              .stride_k = strides[1],
+                              .stride_t = strides[2],
+                              .stride_r = strides[3],
+                              .stride_s = strides[4],
+                              .dtype = dtype_of("dtype", dtype),
+                              .round_tf32 = round_tf32},
+                             weight, bias, filter, packed_bias);
+          },
+          py::kw_only(), py::arg("weight"), py::arg("bias"), py::arg("filter"),
+          py::arg("packed_bias"), py::arg("c"), py::arg("k"), py::arg("taps"), py::arg("padded_c"),
+          py::arg("padded_k"), py::arg("strides"), py::arg("dtype"), py::arg("round_tf32"))
+      .def(
+          "to_channels_last",
+          [](Program& self, Operand input, Operand output, int64_t channels,
+             int64_t padded_channels, int64_t pixels, int source, int dtype, bool round_tf32) {
+            self.to_channels_last({.channels = channels,
+                                   .padded_channels = padded_channels,
+                                   .pixels = pixels,
+                                   .source = layout_of("source", source),
+                                   .dtype = dtype_of("dtype", dtype),
+                                   .round_tf32 = round_tf32},
+                                  input, output);
+          },
+          py::kw_only(), py::arg("input"), py::arg("output"), py::arg("channels"),
+          py::arg("padded_channels"), py::arg("pixels"), py::arg("source"), py::arg("dtype"),
+          py::arg("round_tf32"))
+      .def(
+          "convolution",
+          [](Program& self, int row, Operand input, Operand filter, Operand bias, Operand output,
+             int c, int k, Triple const& input_extent, Triple const& output_extent,
+             Triple const& taps, Triple const& lower_padding, Triple const& dilation,
+             int activation) {
+            conv::ConvProblem const problem{.c = c,
+                                            .k = k,
+                                            .d = input_extent[0],
+                                            .h = input_extent[1],
+                                            .w = input_extent[2],
+                                            .z = output_extent[0],
+                                            .p = output_extent[1],
+                                            .q = output_extent[2],
+                                            .t = taps[0],
+                                            .r = taps[1],
+                                            .s = taps[2],
+                                            .lower_padding_d = lower_padding[0],
+                                            .lower_padding_h = lower_padding[1],
+                                            .lower_padding_w = lower_padding[2],
+                                            .dilation_d = dilation[0],
+                                            .dilation_h = dilation[1],
+                                            .dilation_w = dilation[2]};
+            self.convolution(row, problem, activation_of("activation", activation), input, filter,
+                             bias, output);
+          },
+          py::kw_only(), py::arg("row"), py::arg("input"), py::arg("filter"), py::arg("bias"),
+          py::arg("output"), py::arg("c"), py::arg("k"), py::arg("input_extent"),
+          py::arg("output_extent"), py::arg("taps"), py::arg("lower_padding"), py::arg("dilation"),
+          py::arg("activation"))
+      .def("moments", &Program::moments, py::arg("passes"), py::kw_only(), py::arg("input"),
+           py::arg("mean"), py::arg("rstd"))
+      .def("normalize", &Program::normalize, py::arg("passes"), py::kw_only(), py::arg("input"),
+           py::arg("mean"), py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("output"))
+      .def_property_readonly("workspace_bytes", &Program::workspace_bytes)
+      .def_property_readonly("chunk", &Program::chunk)
+      .def("run", &Program::run, py::arg("pointers"), py::arg("workspace"), py::arg("stream"),
+           "Launches every step on the stream. Does not synchronise.");
+}
+
+#endif
+
+}  // namespace
+}  // namespace fusedconv
+
+PYBIND11_MODULE(_C, m) {
+  using namespace fusedconv;
+  m.doc() = "Compiled kernels of fusedconv.";
+
+  static py::exception<KernelFailure> const kernel_error(m, "KernelError", PyExc_RuntimeError);
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (InvalidArgument const& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (KernelFailure const& error) {
+      PyErr_SetString(kernel_error.ptr(), error.what());
+    }
+  });
+
+  py::dict build;
+  build["version"] = FUSEDCONV_VERSION;
+#ifdef __VERSION__
+  build["compiler"] = __VERSION__;
+#endif
+#ifdef _OPENMP
+  build["openmp"] = true;
+#else
+  build["openmp"] = false;
+#endif
+#ifdef FUSEDCONV_WITH_CUDA
+  build["cuda"] = true;
+  build["cuda_runtime"] = CUDART_VERSION;
+  build["architectures"] = FUSEDCONV_CUDA_ARCHITECTURES;
+  build["cutlass"] = FUSEDCONV_CUTLASS_VERSION;
+  bind_cuda(m);
+#else
+  build["cuda"] = false;
+#endif
+  m.attr("build") = build;
+  bind_cpu(m);
+}

@@ -1,0 +1,502 @@
+// GroupNorm for processors. The procedure:
+//   1. Cut the tensor into units, contiguous runs with statistics of their own: one (sample, group)
+//      when channels come first, one sample with all its groups when channels come last. Cut units
+//      into chunks, chunks into blocks that stay in the first-level cache. No cut depends on the
+//      number of threads, so neither do the bits of the result.
+//   2. Moments of a chunk: a block is widened to float32, activated, and seen as rows of `lanes`
+//      elements, the lanes a multiple of the channels. Each lane takes its mean over the rows, then
+//      sums deviations and their squares (two passes, the second in cache), and merges into the
+//      lane's running (mean, M2) by Chan's formula. At the end lanes merge into groups.
+//   3. Moments of a unit: the chunks' moments merge in order.
+//   4. Normalise the chunk: widen and activate again, apply the affine map, activate, narrow.
+// Steps 2 to 4 run over a wave of units at a time, so that step 4 finds the input in cache.
+#include "cpu/group_norm.hpp"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "fusedconv/check.hpp"
+
+#ifdef _OPENMP
+#define FUSEDCONV_OMP(directive) _Pragma(#directive)
+#else
+#define FUSEDCONV_OMP(directive)
+#endif
+
+// Inner loops are compiled for several instruction sets, chosen at load time. They must be plain
+// functions, and all that they call must inline, or the clones would share baseline code.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    __GNUC__ >= 12
+#define FUSEDCONV_CLONES \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FUSEDCONV_CLONES
+#endif
+#define FUSEDCONV_INLINE inline __attribute__((always_inline))
+
+namespace fusedconv::cpu {
+namespace {
+
+constexpr int64_t kLanes = 128;            // eight registers of 16 floats hide the adder's latency
+constexpr int64_t kBlock = 4096;           // 16 KiB of float32
+constexpr int64_t kBlockRows = 8;          // at least, so that Chan's merge is paid once per 8 rows
+constexpr int64_t kChunk = 16384;          // a task
+constexpr int64_t kChunkRows = 64;         // at least, so that partial moments stay few
+constexpr int64_t kWavePerThread = 1 << 17;  // input and output of a thread's share: about 1 MiB
+constexpr int64_t kMinPerThread = 8192;    // below, starting a thread costs more than it saves
+
+// ---- Scalar functions ----
+
+// Relative error 2e-7; 0 below -87, where the result would leave the normal range.
+FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  float const bounded = x < -87.0f ? -87.0f : x;
+  float const shifted = bounded * 1.44269504f + kRound;
+  float const n = shifted - kRound;
+  // ln 2 in two parts; the first has 17 bits, so that n times it is exact.
+  float const r = (bounded - n * 0.693145751953125f) - n * 1.42860677e-6f;
+  // (e^r - 1 - r) / r^2 interpolated at the Chebyshev nodes of |r| <= ln(2) / 2.
+  EXPPOLY
+  float const mantissa = 1.0f + (r + r * r * p);
+  float const scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
+  return x < -87.0f ? 0.0f : mantissa * scale;
+}
+
+// x Phi(x), with Phi(-a) = exp(-a^2 / 2) h(a) and h(a) = erfcx(a / sqrt 2) / 2. Unlike 1 + erf(x),
+// this does not cancel for negative x. h is a rational minimax approximation on [0, 13.3] (weighted
+// linear least squares, Lawson's weights, fitted in 50 digits): relative error 5e-9, and all
+// coefficients positive. x * 0 keeps NaN for -inf, as PyTorch has it.
+FUSEDCONV_INLINE float gelu(float x) {
+  float const magnitude = std::fabs(x);
+  float const a = magnitude > 14.0f ? 14.0f : magnitude;
+  float const numerator =
+      0.500000002445f +
+      a * (0.435678692055f +
+           a * (0.181300439161f + a * (0.0399818270457f + a * 0.00401976981466f)));
+  float const denominator =
+      1.0f +
+      a * (1.66924229912f +
+           a * (1.19445942815f +
+                a * (0.464363417702f + a * (0.100226960492f + a * 0.0100759254296f))));
+  float const tail = exp_of_nonpositive(-0.5f * x * x) * (numerator / denominator);
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// x / (1 + exp(-u)).
+FUSEDCONV_INLINE float times_logistic(float x, float u) {
+  float const e = exp_of_nonpositive(-std::fabs(u));
+  return x * ((u < 0.0f ? e : 1.0f) / (1.0f + e));
+}
+
+FUSEDCONV_INLINE float silu(float x) { return times_logistic(x, x); }
+
+// (1 + tanh u) / 2 is the logistic function of 2 u.
+FUSEDCONV_INLINE float gelu_tanh(float x) {
+  return times_logistic(x, 1.5957691216f * (x + 0.044715f * x * x * x));
+}
+
+FUSEDCONV_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
+
+FUSEDCONV_INLINE float from_float16(uint16_t bits) {
+  uint32_t const magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+  uint32_t const exponent = magnitude & 0x0f800000u;
+  uint32_t const normal = magnitude + (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0u);
+  // A denormal gets an implicit one, which the subtraction of 2^-14 takes off again.
+  float const denormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
+  uint32_t const value = exponent == 0u ? std::bit_cast<uint32_t>(denormal) : normal;
+  return std::bit_cast<float>(value | static_cast<uint32_t>(bits & 0x8000u) << 16);
+}
+
+FUSEDCONV_INLINE uint16_t to_float16(float x) {
+  uint32_t const bits = std::bit_cast<uint32_t>(x);
+  uint32_t const magnitude = bits & 0x7fffffffu;
+  uint32_t const normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  // 0.5 has the unit in the last place of a float16 denormal: the addition rounds to it.
+  uint32_t const denormal =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t const special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  uint32_t const finite = magnitude < (113u << 23) ? denormal : normal;
+  uint32_t const value = magnitude >= (143u << 23) ? special : finite;
+  return static_cast<uint16_t>(value | (bits >> 16 & 0x8000u));
+}
+
+FUSEDCONV_INLINE float from_bfloat16(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+FUSEDCONV_INLINE uint16_t to_bfloat16(float x) {
+  uint32_t const bits = std::bit_cast<uint32_t>(x);
+  uint32_t const rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  uint32_t const nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+// ---- Inner loops ----
+
+#define FUSEDCONV_MAP(name, function, From, To)                                 \
+  FUSEDCONV_CLONES void name(From const* __restrict x, To* __restrict y, int64_t count) { \
+    for (int64_t i = 0; i < count; ++i) y[i] = function(x[i]);                  \
+  }
+FUSEDCONV_MAP(widen_float16, from_float16, uint16_t, float)
+FUSEDCONV_MAP(widen_bfloat16, from_bfloat16, uint16_t, float)
+FUSEDCONV_MAP(narrow_float16, to_float16, float, uint16_t)
+FUSEDCONV_MAP(narrow_bfloat16, to_bfloat16, float, uint16_t)
+#undef FUSEDCONV_MAP
+
+#define FUSEDCONV_MAP_IN_PLACE(name, function)                  \
+  FUSEDCONV_CLONES void name(float* x, int64_t count) {         \
+    for (int64_t i = 0; i < count; ++i) x[i] = function(x[i]);  \
+  }
+FUSEDCONV_MAP_IN_PLACE(map_relu, relu)
+FUSEDCONV_MAP_IN_PLACE(map_gelu, gelu)
+FUSEDCONV_MAP_IN_PLACE(map_gelu_tanh, gelu_tanh)
+FUSEDCONV_MAP_IN_PLACE(map_silu, silu)
+#undef FUSEDCONV_MAP_IN_PLACE
+
+// Merges a block of [rows, lanes] into the lanes' running moments over `rows_before` rows. Lanes
+// beside `center`, `deviation` and `square` are scratch. `deviation` corrects what rounding left in
+// `center`: a large mean costs no accuracy.
+FUSEDCONV_CLONES void add_block(float const* __restrict x, int64_t rows, int64_t lanes,
+                                double rows_before, float* __restrict center,
+                                float* __restrict deviation, float* __restrict square,
+                                double* __restrict mean, double* __restrict m2) {
+  int64_t const count = rows * lanes;
+  for (int64_t i = 0; i < lanes; ++i) center[i] = 0.0f;
+  for (int64_t row = 0; row < count; row += lanes) {
+    for (int64_t i = 0; i < lanes; ++i) center[i] += x[row + i];
+  }
+  float const reciprocal = 1.0f / static_cast<float>(rows);
+  for (int64_t i = 0; i < lanes; ++i) {
+    center[i] *= reciprocal;
+    deviation[i] = 0.0f;
+    square[i] = 0.0f;
+  }
+  for (int64_t row = 0; row < count; row += lanes) {
+    for (int64_t i = 0; i < lanes; ++i) {
+      float const d = x[row + i] - center[i];
+      deviation[i] += d;
+      square[i] += d * d;
+    }
+  }
+  double const per_row = 1.0 / static_cast<double>(rows);
+  double const share = static_cast<double>(rows) / (rows_before + static_cast<double>(rows));
+  double const weight = rows_before * share;
+  for (int64_t i = 0; i < lanes; ++i) {
+    double const correction = deviation[i] * per_row;
+    double const delta = (center[i] + correction) - mean[i];
+    mean[i] += delta * share;
+    m2[i] += (square[i] - deviation[i] * correction) + delta * delta * weight;
+  }
+}
+
+FUSEDCONV_CLONES void apply_affine(float const* __restrict x, float* __restrict y, int64_t count,
+                                   int64_t lanes, float const* __restrict mean,
+                                   float const* __restrict scale, float const* __restrict shift) {
+  for (int64_t row = 0; row < count; row += lanes) {
+    int64_t const end = std::min(lanes, count - row);
+    for (int64_t i = 0; i < end; ++i) {
+      y[row + i] = (x[row + i] - mean[i]) * scale[i] + shift[i];
+    }
+  }
+}
+
+void activate(Activation activation, float* x, int64_t count) {
+  switch (activation) {
+    case Activation::kIdentity: return;
+    case Activation::kRelu: return map_relu(x, count);
+    case Activation::kGelu: return map_gelu(x, count);
+    case Activation::kGeluTanh: return map_gelu_tanh(x, count);
+    case Activation::kSilu: return map_silu(x, count);
+  }
+}
+
+void widen(DType dtype, void const* base, int64_t offset, float* to, int64_t count) {
+  switch (dtype) {
+    case DType::kFloat32:
+      std::memcpy(to, static_cast<float const*>(base) + offset, count * sizeof(float));
+      return;
+    case DType::kFloat16:
+      return widen_float16(static_cast<uint16_t const*>(base) + offset, to, count);
+    case DType::kBFloat16:
+      return widen_bfloat16(static_cast<uint16_t const*>(base) + offset, to, count);
+  }
+}
+
+// ---- The problem, cut up ----
+
+struct Moments {
+  double mean = 0.0;
+  double m2 = 0.0;  // the sum of squared deviations
+};
+
+// What one thread needs; made before the parallel region, in which nothing may throw.
+struct Workspace {
+  std::vector<float> input, output;              // a block
+  std::vector<float> center, deviation, square;  // lanes
+  std::vector<double> lane_mean, lane_m2;        // lanes
+  std::vector<float> mean, scale, shift;         // lanes of the affine map
+};
+
+class Run {
+ public:
+  Run(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads)
+      : problem_(problem), tensors_(tensors), last_(problem.layout == Layout::kChannelsLast) {
+    period_ = last_ ? problem.channels : 1;
+    groups_ = last_ ? problem.groups : 1;
+    units_ = last_ ? problem.batch : problem.batch * problem.groups;
+    length_ = last_ ? problem.channels * problem.pixels : problem.group_size();
+    // Small periods repeat, so that a row of lanes fills vector registers.
+    lanes_ = std::min(length_, period_ * ceil_div(kLanes, period_));
+    block_ = lanes_ * std::max(kBlockRows, kBlock / lanes_);
+    int64_t const rows = length_ / period_;
+    int64_t const pieces = ceil_div(rows, std::max(kChunkRows, kChunk / period_));
+    chunk_ = ceil_div(rows, pieces) * period_;
+    chunks_ = ceil_div(length_, chunk_);
+    int64_t const elements = units_ * length_;
+    threads_ = std::min({static_cast<int64_t>(threads), units_ * chunks_,
+                         ceil_div(elements, kMinPerThread)});
+    wave_ = std::min(units_, round_up(ceil_div(threads_ * kWavePerThread, length_), threads_));
+    if (length_ >= threads_ * kWavePerThread) wave_ = 1;
+
+    partial_.resize(wave_ * chunks_ * groups_);
+    total_.resize(wave_ * groups_);
+    weight_.assign(problem.channels, 1.0f);
+    bias_.assign(problem.channels, 0.0f);
+    if (tensors.weight != nullptr) {
+      widen(problem.affine_dtype, tensors.weight, 0, weight_.data(), problem.channels);
+    }
+    if (tensors.bias != nullptr) {
+      widen(problem.affine_dtype, tensors.bias, 0, bias_.data(), problem.channels);
+    }
+    workspaces_.resize(threads_);
+    for (Workspace& work : workspaces_) {
+      for (auto* buffer : {&work.input, &work.output}) buffer->resize(block_);
+      for (auto* lanes : {&work.center, &work.deviation, &work.square}) lanes->resize(lanes_);
+      for (auto* lanes : {&work.lane_mean, &work.lane_m2}) lanes->resize(lanes_);
+      for (auto* lanes : {&work.mean, &work.scale, &work.shift}) {
+        lanes->resize(last_ ? lanes_ : block_);
+      }
+    }
+  }
+
+  void run() {
+    FUSEDCONV_OMP(omp parallel num_threads(static_cast<int>(threads_))) {
+#ifdef _OPENMP
+      Workspace& work = workspaces_[omp_get_thread_num()];
+#else
+      Workspace& work = workspaces_[0];
+#endif
+      for (int64_t first = 0; first < units_; first += wave_) {
+        int64_t const units = std::min(wave_, units_ - first);
+        // Both static loops over tasks give a thread the same chunks: its cache holds the second's.
+        FUSEDCONV_OMP(omp for schedule(static))
+        for (int64_t task = 0; task < units * chunks_; ++task) {
+          take_moments(first, task / chunks_, task % chunks_, work);
+        }
+        FUSEDCONV_OMP(omp for schedule(static))
+        for (int64_t unit = 0; unit < units; ++unit) merge_chunks(first, unit);
+        FUSEDCONV_OMP(omp for schedule(static))
+        for (int64_t task = 0; task < units * chunks_; ++task) {
+          normalise(first, task / chunks_, task % chunks_, work);
+        }
+      }
+    }
+  }
+
+ private:
+  int64_t chunk_end(int64_t chunk) const { return std::min(length_, (chunk + 1) * chunk_); }
+
+  // Elements from `offset` on as activated float32: in place where that is what memory holds.
+  float const* load(int64_t offset, int64_t count, Workspace& work) const {
+    if (problem_.dtype == DType::kFloat32 && problem_.activation_before == Activation::kIdentity) {
+      return static_cast<float const*>(tensors_.input) + offset;
+    }
+    widen(problem_.dtype, tensors_.input, offset, work.input.data(), count);
+    activate(problem_.activation_before, work.input.data(), count);
+    return work.input.data();
+  }
+
+  void take_moments(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
+    int64_t const begin = chunk * chunk_;
+    int64_t const end = chunk_end(chunk);
+    int64_t const base = (first + unit) * length_;
+    std::fill(work.lane_mean.begin(), work.lane_mean.end(), 0.0);
+    std::fill(work.lane_m2.begin(), work.lane_m2.end(), 0.0);
+    int64_t rows_before = 0;
+    auto add = [&](float const* x, int64_t rows, int64_t lanes) {
+      add_block(x, rows, lanes, static_cast<double>(rows_before), work.center.data(),
+                work.deviation.data(), work.square.data(), work.lane_mean.data(),
+                work.lane_m2.data());
+    };
+    for (int64_t offset = begin; offset < end; offset += block_) {
+      int64_t const count = std::min(block_, end - offset);
+      float const* const x = load(base + offset, count, work);
+      int64_t const rows = count / lanes_;
+      if (rows > 0) add(x, rows, lanes_);
+      rows_before += rows;
+      // Only the chunk's last block can end within a row: its lanes count one element more.
+      if (count % lanes_ != 0) add(x + rows * lanes_, 1, count % lanes_);
+    }
+    Moments* const to = &partial_[(unit * chunks_ + chunk) * groups_];
+    for (int64_t group = 0; group < groups_; ++group) {
+      to[group] = merge_lanes(group, rows_before, (end - begin) % lanes_, end - begin, work);
+    }
+  }
+
+  // The moments of a group's lanes; the first `longer` lanes count one row more.
+  Moments merge_lanes(int64_t group, int64_t rows, int64_t longer, int64_t elements,
+                      Workspace const& work) const {
+    int64_t const channels = period_ / groups_;
+    int64_t const used = std::min(lanes_, elements);
+    Moments sum;
+    for (int64_t copy = group * channels; copy < used; copy += period_) {
+      for (int64_t lane = copy; lane < copy + channels; ++lane) {
+        sum.mean += static_cast<double>(rows + (lane < longer)) * work.lane_mean[lane];
+      }
+    }
+    sum.mean /= static_cast<double>(elements / groups_);
+    for (int64_t copy = group * channels; copy < used; copy += period_) {
+      for (int64_t lane = copy; lane < copy + channels; ++lane) {
+        double const delta = work.lane_mean[lane] - sum.mean;
+        sum.m2 += work.lane_m2[lane] + static_cast<double>(rows + (lane < longer)) * delta * delta;
+      }
+    }
+    return sum;
+  }
+
+  void merge_chunks(int64_t first, int64_t unit) {
+    for (int64_t group = 0; group < groups_; ++group) {
+      Moments const* const from = &partial_[unit * chunks_ * groups_ + group];
+      Moments sum;
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        double const elements = static_cast<double>(chunk_end(chunk) - chunk * chunk_);
+        sum.mean += elements * from[chunk * groups_].mean;
+      }
+      sum.mean /= static_cast<double>(length_);
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        double const elements = static_cast<double>((chunk_end(chunk) - chunk * chunk_) / groups_);
+        double const delta = from[chunk * groups_].mean - sum.mean;
+        sum.m2 += from[chunk * groups_].m2 + elements * delta * delta;
+      }
+      double const variance = sum.m2 * static_cast<double>(groups_) / static_cast<double>(length_);
+      double const rstd = 1.0 / std::sqrt(variance + problem_.eps);
+      total_[unit * groups_ + group] = {sum.mean, rstd};
+      int64_t const index = (first + unit) * groups_ + group;
+      if (tensors_.mean != nullptr) tensors_.mean[index] = static_cast<float>(sum.mean);
+      if (tensors_.rstd != nullptr) tensors_.rstd[index] = static_cast<float>(rstd);
+    }
+  }
+
+  struct Statistics {
+    double mean = 0.0;
+    double rstd = 0.0;
+  };
+
+  struct Affine {
+    float mean, scale, shift;
+  };
+
+  // What rounding takes off the mean goes into the shift.
+  Affine affine(Statistics const& statistics, int64_t channel) const {
+    float const mean = static_cast<float>(statistics.mean);
+    double const scale = statistics.rstd * weight_[channel];
+    return {mean, static_cast<float>(scale),
+            static_cast<float>(bias_[channel] + (mean - statistics.mean) * scale)};
+  }
+
+  static void fill_lanes(Affine const& value, int64_t from, int64_t count, Workspace& work) {
+    std::fill_n(&work.mean[from], count, value.mean);
+    std::fill_n(&work.scale[from], count, value.scale);
+    std::fill_n(&work.shift[from], count, value.shift);
+  }
+
+  void normalise(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
+    int64_t const end = chunk_end(chunk);
+    int64_t const base = (first + unit) * length_;
+    Statistics const* const statistics = &total_[unit * groups_];
+    if (last_) {
+      for (int64_t lane = 0; lane < lanes_; ++lane) {
+        int64_t const channel = lane % period_;
+        fill_lanes(affine(statistics[channel / problem_.channels_per_group()], channel), lane, 1,
+                   work);
+      }
+    }
+    int64_t const first_channel =
+        (first + unit) % problem_.groups * problem_.channels_per_group();
+    int64_t filled = -1;  // the channel that all lanes hold
+    for (int64_t offset = chunk * chunk_; offset < end; offset += block_) {
+      int64_t const count = std::min(block_, end - offset);
+      if (!last_) {
+        for (int64_t lane = 0; lane < count;) {
+          int64_t const channel = (offset + lane) / problem_.pixels;
+          int64_t const lanes =
+              std::min(count - lane, (channel + 1) * problem_.pixels - (offset + lane));
+          if (channel != filled) {
+            fill_lanes(affine(*statistics, first_channel + channel), lane, lanes, work);
+          }
+          filled = lanes == block_ || channel == filled ? channel : -1;
+          lane += lanes;
+        }
+      }
+      float const* const x = load(base + offset, count, work);
+      bool const direct = problem_.dtype == DType::kFloat32;
+      float* const y =
+          direct ? static_cast<float*>(tensors_.output) + base + offset : work.output.data();
+      apply_affine(x, y, count, last_ ? lanes_ : block_, work.mean.data(), work.scale.data(),
+                   work.shift.data());
+      activate(problem_.activation_after, y, count);
+      uint16_t* const narrow = static_cast<uint16_t*>(tensors_.output) + base + offset;
+      if (problem_.dtype == DType::kFloat16) narrow_float16(y, narrow, count);
+      if (problem_.dtype == DType::kBFloat16) narrow_bfloat16(y, narrow, count);
+    }
+  }
+
+  GroupNormProblem const& problem_;
+  GroupNormTensors const& tensors_;
+  bool last_;
+  int64_t period_, groups_;         // channels and groups that interleave in a unit
+  int64_t units_, length_;          // units, elements of each
+  int64_t lanes_, block_;           // elements of a row, of a block
+  int64_t chunk_, chunks_;          // elements of a chunk, chunks of a unit
+  int64_t threads_, wave_;          // threads, units of a wave
+  std::vector<Moments> partial_;    // [wave, chunks, groups]
+  std::vector<Statistics> total_;   // [wave, groups]
+  std::vector<float> weight_, bias_;
+  std::vector<Workspace> workspaces_;
+};
+
+}  // namespace
+
+void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads) {
+  FUSEDCONV_CHECK(threads >= 1, "threads is ", threads);
+  FUSEDCONV_CHECK(problem.batch >= 0, "batch is ", problem.batch);
+  FUSEDCONV_CHECK(problem.channels >= 0, "channels is ", problem.channels);
+  FUSEDCONV_CHECK(problem.pixels >= 0, "pixels is ", problem.pixels);
+  FUSEDCONV_CHECK(problem.groups >= 1, "groups is ", problem.groups);
+  FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels is ", problem.channels,
+                  ", which groups = ", problem.groups, " does not divide");
+  FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps is ", problem.eps);
+  bool const empty = problem.batch == 0 || problem.channels == 0 || problem.pixels == 0;
+  if (empty) {
+    int64_t const groups = problem.batch * problem.groups;
+    if (tensors.mean != nullptr) std::fill_n(tensors.mean, groups, 0.0f);
+    if (tensors.rstd != nullptr) {
+      std::fill_n(tensors.rstd, groups, std::numeric_limits<float>::quiet_NaN());
+    }
+    return;
+  }
+  FUSEDCONV_CHECK(tensors.input != nullptr, "input is null");
+  FUSEDCONV_CHECK(tensors.output != nullptr, "output is null");
+  Run(problem, tensors, threads).run();
+}
+
+}  // namespace fusedconv::cpu

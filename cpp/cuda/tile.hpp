@@ -1,0 +1,70 @@
+// Helpers of the kernels that turn layouts: the shared tile, vector widths, run-time dispatch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "fusedconv/check.hpp"
+#include "fusedconv/types.hpp"
+
+namespace fusedconv::device {
+
+inline constexpr int kTileThreads = 256;
+
+// kTile x kTile elements, rows of one 4-byte word more than the tile: going through columns then
+// touches each bank at most twice.
+template <class T>
+struct TransposeTile {
+  static constexpr int kTile = 64;
+  static constexpr int kRow = kTile + 4 / sizeof(T);
+  T values[kTile * kRow];
+  __device__ __forceinline__ T& at(int row, int column) { return values[row * kRow + column]; }
+};
+
+template <class F>
+auto dispatch_type(DType dtype, F&& body) {
+  switch (dtype) {
+    case DType::kFloat32: return body(float{});
+    case DType::kFloat16: return body(__half{});
+    case DType::kBFloat16: return body(__nv_bfloat16{});
+  }
+  throw InvalidArgument("dtype code " + std::to_string(int(dtype)) + " is unknown");
+}
+
+template <class F>
+void dispatch_bool(bool value, F&& body) {
+  value ? body(std::true_type{}) : body(std::false_type{});
+}
+
+inline bool is_aligned(void const* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % uintptr_t(bytes) == 0;
+}
+
+// Calls body with the widest vector (as an integral constant) that the pointer's alignment and the
+// contiguous extent allow, 16 bytes at most.
+template <class T, class F>
+void dispatch_vector(void const* pointer, int64_t extent, F&& body) {
+  auto const fits = [&](int count) {
+    return extent % count == 0 && is_aligned(pointer, int64_t(count * sizeof(T)));
+  };
+  if constexpr (sizeof(T) == 2) {
+    if (fits(8)) return body(std::integral_constant<int, 8>{});
+  }
+  if (fits(4)) return body(std::integral_constant<int, 4>{});
+  if (fits(2)) return body(std::integral_constant<int, 2>{});
+  body(std::integral_constant<int, 1>{});
+}
+
+inline dim3 checked_grid(char const* kernel, int64_t x, int64_t y = 1) {
+  if (x < 1 || x > 0x7fffffff || y < 1 || y > 0xffff) {
+    throw InvalidArgument(detail::join(kernel, ": grid of ", x, " x ", y,
+                                       " blocks exceeds what a launch takes"));
+  }
+  return dim3(unsigned(x), unsigned(y));
+}
+
+}  // namespace fusedconv::device

@@ -1,0 +1,619 @@
+#include "groupnorm/groupnorm.hpp"
+
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/moments.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Moments;
+using device::Pack;
+
+constexpr int kThreads = 256;
+constexpr int kLoads = 4;  // 16-byte loads in flight per thread
+constexpr int64_t kSplitBytes = 128 << 10;  // of a group, per block of a moments pass
+
+template <bool kActivate>
+__device__ __forceinline__ float before(Activation activation, float x) {
+  if constexpr (kActivate) {
+    return device::activate(activation, x);
+  } else {
+    return x;
+  }
+}
+
+// ---- moments, channels first -------------------------------------------------------------------
+
+// A group is one contiguous run. Block (split, group):
+// 1. Scalars up to the first 16-byte boundary and behind the last one.
+// 2. kLoads vectors per thread and step: moments of the values in registers, then one merge.
+// 3. Merge over the block; partial [group, split].
+template <class T, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    moments_channels_first(T const* __restrict__ input, float2* __restrict__ partials,
+                           int64_t group_size, int64_t split_size, int splits,
+                           Activation activation) {
+  constexpr int kVector = 16 / sizeof(T);
+  int64_t const group = blockIdx.x / splits;
+  int64_t const split = blockIdx.x % splits;
+  int64_t const begin = split * split_size;
+  int64_t const size = min(split_size, group_size - begin);
+  T const* const source = input + group * group_size + begin;
+
+  int64_t const misaligned = int64_t(reinterpret_cast<uintptr_t>(source) % 16 / sizeof(T));
+  int64_t const head = min(size, misaligned == 0 ? int64_t(0) : kVector - misaligned);
+  int64_t const vectors = (size - head) / kVector;
+  int64_t const tail = head + vectors * kVector;
+  auto const* const packs = reinterpret_cast<Pack<T, kVector> const*>(source + head);
+
+  Moments running;
+  for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
+    T const value = source[i < head ? i : tail + (i - head)];
+    float const x = before<kActivate>(activation, device::to_float(value));
+    running.merge({1.0f, x, 0.0f});
+  }
+  int64_t i = threadIdx.x;
+  for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
+    Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) loaded[j] = packs[i + j * kThreads];
+    float values[kLoads * kVector];
+#pragma unroll
+    for (int j = 0; j < kLoads * kVector; ++j) {
+      values[j] =
+          before<kActivate>(activation, device::to_float(loaded[j / kVector].values[j % kVector]));
+    }
+    running.merge(device::moments_of(values));
+  }
+  for (; i < vectors; i += kThreads) {
+    Pack<T, kVector> const loaded = packs[i];
+    float values[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      values[j] = before<kActivate>(activation, device::to_float(loaded.values[j]));
+    }
+    running.merge(device::moments_of(values));
+  }
+  Moments const total = device::merge_block<kThreads>(running);
+  if (threadIdx.x == 0) partials[group * splits + split] = make_float2(total.mean, total.m2);
+}
+
+__device__ __forceinline__ void store_moments(Moments const& total, int64_t group, float eps,
+                                              float* mean, float* rstd) {
+  mean[group] = total.mean;
+  rstd[group] = rsqrtf(total.m2 / total.count + eps);
+}
+
+// One warp per group merges its splits.
+__global__ void __launch_bounds__(kThreads)
+    finalize_channels_first(float2 const* __restrict__ partials, float* __restrict__ mean,
+                            float* __restrict__ rstd, int64_t groups, int64_t group_size,
+                            int64_t split_size, int splits, float eps) {
+  int64_t const group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
+  if (group >= groups) return;
+  Moments total;
+  for (int split = threadIdx.x % 32; split < splits; split += 32) {
+    float2 const partial = partials[group * splits + split];
+    float const count = float(min(split_size, group_size - split * split_size));
+    total.merge({count, partial.x, partial.y});
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) total.merge(total.shuffled_down(offset));
+  if (threadIdx.x % 32 == 0) store_moments(total, group, eps, mean, rstd);
+}
+
+// ---- moments, channels last --------------------------------------------------------------------
+
+// How a block covers rows of channels: `columns` threads side by side, each kVector channels, and
+// `lanes` rows at a time.
+struct RowMap {
+  int columns;
+  int lanes;
+  int slabs;  // blocks side by side along channels
+
+  static RowMap of(int64_t row_channels, int vector) {
+    int64_t const vectors = row_channels / vector;
+    int const columns = int(std::min<int64_t>(vectors, kThreads));
+    return {columns, kThreads / columns, int(ceil_div(vectors, columns))};
+  }
+};
+
+// Block (row block, slab of channels) of one sample; a thread keeps its channels.
+// 1. kLoads rows per thread and step: per channel, moments of the values, then one merge.
+// 2. Merge over the lanes in a tree; partial [sample, row block, channel].
+template <class T, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    moments_channels_last(T const* __restrict__ input, float2* __restrict__ partials,
+                          int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
+                          RowMap map, Activation activation) {
+  extern __shared__ Moments shared[];  // [lanes][columns * kVector]
+  int64_t const sample = blockIdx.x / row_blocks;
+  int64_t const row_block = blockIdx.x % row_blocks;
+  int const lane = threadIdx.x / map.columns;
+  int const column = threadIdx.x % map.columns;
+  int64_t const channel = (int64_t(blockIdx.y) * map.columns + column) * kVector;
+  bool const active = lane < map.lanes && channel < row_channels;
+  int64_t const end = min(pixels, (row_block + 1) * block_rows);
+
+  Moments running[kVector];
+  if (active) {
+    T const* const source = input + sample * pixels * row_channels + channel;
+    int64_t row = row_block * block_rows + lane;
+    for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
+      Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        loaded[j] = *reinterpret_cast<Pack<T, kVector> const*>(
+            source + (row + j * map.lanes) * row_channels);
+      }
+      float const weight = Moments::weight_of(running[0].count, float(kLoads));
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        float values[kLoads];
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          values[j] = before<kActivate>(activation, device::to_float(loaded[j].values[v]));
+        }
+        running[v].merge(device::moments_of(values), weight);
+      }
+    }
+    for (; row < end; row += map.lanes) {
+      auto const loaded =
+          *reinterpret_cast<Pack<T, kVector> const*>(source + row * row_channels);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        float const x = before<kActivate>(activation, device::to_float(loaded.values[v]));
+        running[v].merge({1.0f, x, 0.0f});
+      }
+    }
+  }
+  int const width = map.columns * kVector;
+  if (lane < map.lanes) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) shared[lane * width + column * kVector + v] = running[v];
+  }
+  for (int count = map.lanes; count > 1;) {
+    int const half = (count + 1) / 2;
+    __syncthreads();
+    for (int i = threadIdx.x; i < (count - half) * width; i += kThreads) {
+      shared[i].merge(shared[half * width + i]);
+    }
+    count = half;
+  }
+  __syncthreads();
+  int64_t const base = (sample * row_blocks + row_block) * row_channels;
+  int64_t const slab = int64_t(blockIdx.y) * width;
+  for (int i = threadIdx.x; i < width; i += kThreads) {
+    if (slab + i < row_channels) partials[base + slab + i] = make_float2(shared[i].mean, shared[i].m2);
+  }
+}
+
+// One block per group merges row blocks and the group's channels.
+__global__ void __launch_bounds__(kThreads)
+    finalize_channels_last(float2 const* __restrict__ partials, float* __restrict__ mean,
+                           float* __restrict__ rstd, int64_t groups, int64_t channels_per_group,
+                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
+                           float eps) {
+  int64_t const sample = blockIdx.x / groups;
+  int64_t const first_channel = blockIdx.x % groups * channels_per_group;
+  Moments running;
+  for (int64_t i = threadIdx.x; i < row_blocks * channels_per_group; i += kThreads) {
+    int64_t const row_block = i / channels_per_group;
+    int64_t const channel = first_channel + i % channels_per_group;
+    float2 const partial = partials[(sample * row_blocks + row_block) * row_channels + channel];
+    float const count = float(min(block_rows, pixels - row_block * block_rows));
+    running.merge({count, partial.x, partial.y});
+  }
+  Moments const total = device::merge_block<kThreads>(running);
+  if (threadIdx.x == 0) store_moments(total, blockIdx.x, eps, mean, rstd);
+}
+
+// ---- normalisation -----------------------------------------------------------------------------
+
+struct Affine {
+  float const* mean;  // null: no normalisation
+  float const* rstd;
+  void const* weight;
+  void const* bias;
+  DType dtype;
+  int64_t channels;
+  int64_t groups;
+  int64_t channels_per_group;
+  Activation activation_before;
+  Activation activation_after;
+};
+
+// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
+// a large mean costs no precision.
+struct ChannelAffine {
+  float mean = 0.0f;
+  float scale = 1.0f;
+  float shift = 0.0f;
+
+  __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
+                                                     int64_t channel) {
+    ChannelAffine result;
+    if (channel >= affine.channels) return result;
+    if (affine.mean != nullptr) {
+      int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
+      result.mean = affine.mean[group];
+      result.scale = affine.rstd[group];
+      if (affine.weight != nullptr) {
+        result.scale *= device::load_as_float(affine.weight, channel, affine.dtype);
+      }
+      if (affine.bias != nullptr) {
+        result.shift = device::load_as_float(affine.bias, channel, affine.dtype);
+      }
+    }
+    return result;
+  }
+};
+
+template <bool kActivate>
+__device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
+                                            Affine const& affine) {
+  x = before<kActivate>(affine.activation_before, x);
+  x = fmaf(x - channel.mean, channel.scale, channel.shift);
+  return before<kActivate>(affine.activation_after, x);
+}
+
+// Block (split, plane): one channel of one sample is contiguous.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                     int64_t pixels, int64_t split_size, int splits) {
+  int64_t const plane = blockIdx.x / splits;
+  int64_t const begin = blockIdx.x % splits * split_size;
+  int64_t const size = min(split_size, pixels - begin);
+  auto const channel =
+      ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+  auto const* const source =
+      reinterpret_cast<Pack<T, kVector> const*>(input + plane * pixels + begin);
+  auto* const target = reinterpret_cast<Pack<U, kVector>*>(output + plane * pixels + begin);
+  int64_t const vectors = size / kVector;
+  auto const convert = [&](Pack<T, kVector> const& loaded) {
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    return result;
+  };
+  int64_t i = threadIdx.x;
+  for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
+    Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) loaded[j] = source[i + j * kThreads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) target[i + j * kThreads] = convert(loaded[j]);
+  }
+  for (; i < vectors; i += kThreads) target[i] = convert(source[i]);
+}
+
+// Small planes: the whole tensor as one run, the channel found for each vector.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_small_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                           int64_t pixels, int64_t total) {
+  int64_t const stride = int64_t(gridDim.x) * kThreads * kVector;
+  for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector; i < total;
+       i += stride) {
+    int64_t const plane = i / pixels;
+    auto const channel =
+        ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+    auto const loaded = *reinterpret_cast<Pack<T, kVector> const*>(input + i);
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    *reinterpret_cast<Pack<U, kVector>*>(output + i) = result;
+  }
+}
+
+// Channels last to channels last: a thread keeps its channels and goes down the rows.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                   int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
+                   RowMap map) {
+  int64_t const sample = blockIdx.x / row_blocks;
+  int64_t const row_block = blockIdx.x % row_blocks;
+  int const lane = threadIdx.x / map.columns;
+  int64_t const channel = (int64_t(blockIdx.y) * map.columns + threadIdx.x % map.columns) * kVector;
+  if (lane >= map.lanes || channel >= affine.channels) return;
+  ChannelAffine channels[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) channels[v] = ChannelAffine::of(affine, sample, channel + v);
+
+  T const* const source = input + sample * pixels * row_channels + channel;
+  U* const target = output + sample * pixels * affine.channels + channel;
+  int64_t const end = min(pixels, (row_block + 1) * block_rows);
+  auto const store = [&](int64_t row, Pack<T, kVector> const& loaded) {
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      result.values[v] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[v]), channels[v], affine));
+    }
+    *reinterpret_cast<Pack<U, kVector>*>(target + row * affine.channels) = result;
+  };
+  int64_t row = row_block * block_rows + lane;
+  for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
+    Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      loaded[j] = *reinterpret_cast<Pack<T, kVector> const*>(
+          source + (row + j * map.lanes) * row_channels);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) store(row + j * map.lanes, loaded[j]);
+  }
+  for (; row < end; row += map.lanes) {
+    store(row, *reinterpret_cast<Pack<T, kVector> const*>(source + row * row_channels));
+  }
+}
+
+// Channels last to channels first:
+// 1. A block reads kTile pixels x kTile channels along channels, 16 bytes at a time.
+// 2. It normalises in registers and turns the tile in shared memory.
+// 3. It writes along pixels, kVector at a time.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(device::kTileThreads)
+    normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                                int64_t row_channels, int64_t pixels, int64_t pixel_tiles) {
+  using Tile = device::TransposeTile<U>;
+  constexpr int kTile = Tile::kTile;
+  __shared__ Tile tile;
+  int64_t const sample = blockIdx.x / pixel_tiles;
+  int64_t const pixel0 = (blockIdx.x % pixel_tiles) * kTile;
+  int64_t const channel0 = int64_t(blockIdx.y) * kTile;
+
+  constexpr int kIn = 16 / sizeof(T);
+  constexpr int kInLanes = kTile / kIn;
+  static_assert(device::kTileThreads % kInLanes == 0, "a thread keeps its channels");
+  constexpr int kRows = device::kTileThreads / kInLanes;
+  int const channel = (threadIdx.x % kInLanes) * kIn;
+  int const row0 = threadIdx.x / kInLanes;
+  if (channel0 + channel < row_channels) {
+    T const* const source = input + (sample * pixels + pixel0) * row_channels + channel0 + channel;
+    Pack<T, kIn> loaded[kTile / kRows];
+#pragma unroll
+    for (int j = 0; j < kTile / kRows; ++j) {
+      int const pixel = row0 + j * kRows;
+      loaded[j] = {};
+      if (pixel0 + pixel < pixels) {
+        loaded[j] = *reinterpret_cast<Pack<T, kIn> const*>(source + pixel * row_channels);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kIn; ++v) {
+      auto const constants = ChannelAffine::of(affine, sample, channel0 + channel + v);
+#pragma unroll
+      for (int j = 0; j < kTile / kRows; ++j) {
+        tile.at(channel + v, row0 + j * kRows) = device::from_float<U>(
+            normalized<kActivate>(device::to_float(loaded[j].values[v]), constants, affine));
+      }
+    }
+  }
+  __syncthreads();
+
+  constexpr int kLanes = kTile / kVector;
+  U* const target = output + (sample * affine.channels + channel0) * pixels + pixel0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < kTile * kLanes; index += device::kTileThreads) {
+    int const out_channel = index / kLanes;
+    int const pixel = (index % kLanes) * kVector;
+    if (channel0 + out_channel < affine.channels && pixel0 + pixel < pixels) {
+      Pack<U, kVector> pack;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) pack.values[i] = tile.at(out_channel, pixel + i);
+      *reinterpret_cast<Pack<U, kVector>*>(target + out_channel * pixels + pixel) = pack;
+    }
+  }
+}
+
+// ---- launches ----------------------------------------------------------------------------------
+
+// Work split over blocks: at least kSplitBytes each, and no more blocks than a launch needs to be
+// balanced.
+struct Split {
+  int64_t size;
+  int count;
+};
+
+Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple) {
+  int64_t const target = round_up(std::max<int64_t>(kSplitBytes / element_bytes, 1), multiple);
+  int64_t const count = std::max<int64_t>(1, ceil_div(elements, target));
+  int64_t const size = round_up(ceil_div(elements, count), multiple);
+  return {size, int(std::max<int64_t>(1, ceil_div(elements, size)))};
+}
+
+// Row blocks must come out the same for every number of samples, so that the bits of a result do
+// not depend on how a batch is cut.
+Split split_rows(Passes const& passes) {
+  int64_t const row_bytes = passes.row_channels * size_of(passes.problem.dtype);
+  return split_run(passes.problem.pixels, row_bytes, 1);
+}
+
+int last_vector(Passes const& passes, void const* input, void const* output) {
+  int const vector = int(16 / size_of(passes.problem.dtype));
+  bool const aligned = passes.row_channels % vector == 0 && device::is_aligned(input, 16) &&
+                       (output == nullptr ||
+                        (passes.problem.channels % vector == 0 && device::is_aligned(output, 16)));
+  return aligned ? vector : 1;
+}
+
+template <class T, class F>
+void dispatch_last_vector(int vector, F&& body) {
+  if (vector == 1) return body(std::integral_constant<int, 1>{});
+  body(std::integral_constant<int, 16 / int(sizeof(T))>{});
+}
+
+template <class T>
+void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float2* partials,
+                    cudaStream_t stream) {
+  GroupNormProblem const& p = passes.problem;
+  auto const* input = static_cast<T const*>(tensors.input);
+  bool const activate = p.activation_before != Activation::kIdentity;
+  int64_t const groups = p.batch * p.groups;
+  float const eps = float(p.eps);
+  if (p.layout == Layout::kChannelsFirst) {
+    Split const split = split_run(p.group_size(), sizeof(T), 16 / sizeof(T));
+    dim3 const grid = device::checked_grid("moments_channels_first", groups * split.count);
+    device::dispatch_bool(activate, [&](auto active) {
+      moments_channels_first<T, active.value><<<grid, kThreads, 0, stream>>>(
+          input, partials, p.group_size(), split.size, split.count, p.activation_before);
+    });
+    FUSEDCONV_CUDA("moments_channels_first", cudaGetLastError());
+    dim3 const blocks = device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
+    finalize_channels_first<<<blocks, kThreads, 0, stream>>>(partials, tensors.mean, tensors.rstd,
+                                                            groups, p.group_size(), split.size,
+                                                            split.count, eps);
+    FUSEDCONV_CUDA("finalize_channels_first", cudaGetLastError());
+    return;
+  }
+  Split const split = split_rows(passes);
+  dispatch_last_vector<T>(last_vector(passes, input, nullptr), [&](auto vector) {
+    RowMap const map = RowMap::of(passes.row_channels, vector.value);
+    dim3 const grid =
+        device::checked_grid("moments_channels_last", p.batch * split.count, map.slabs);
+    int const shared = map.lanes * map.columns * vector.value * int(sizeof(Moments));
+    device::dispatch_bool(activate, [&](auto active) {
+      moments_channels_last<T, vector.value, active.value><<<grid, kThreads, shared, stream>>>(
+          input, partials, passes.row_channels, p.pixels, split.size, split.count, map,
+          p.activation_before);
+    });
+  });
+  FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
+  dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
+  finalize_channels_last<<<blocks, kThreads, 0, stream>>>(
+      partials, tensors.mean, tensors.rstd, p.groups, p.channels_per_group(), passes.row_channels,
+      p.pixels, split.size, split.count, eps);
+  FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
+}
+
+template <class T, class U, bool kActivate>
+void launch_normalize(Passes const& passes, GroupNormTensors const& tensors, Affine const& affine,
+                      cudaStream_t stream) {
+  GroupNormProblem const& p = passes.problem;
+  auto const* input = static_cast<T const*>(tensors.input);
+  auto* output = static_cast<U*>(tensors.output);
+  if (p.layout == Layout::kChannelsFirst) {
+    constexpr int kVector = 16 / sizeof(T);
+    bool const vectors = p.pixels % kVector == 0 && device::is_aligned(input, 16) &&
+                         device::is_aligned(output, kVector * int64_t(sizeof(U)));
+    dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
+      if (p.pixels >= 2048) {
+        Split const split = split_run(p.pixels, sizeof(T), kVector);
+        dim3 const grid =
+            device::checked_grid("normalize_planes", p.batch * p.channels * split.count);
+        normalize_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+            input, output, affine, p.pixels, split.size, split.count);
+      } else {
+        int64_t const total = p.batch * p.channels * p.pixels;
+        int64_t const blocks = ceil_div(total, kThreads * vector.value);
+        dim3 const grid =
+            device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
+        normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+            input, output, affine, p.pixels, total);
+      }
+    });
+    FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
+    return;
+  }
+  if (passes.output_layout == Layout::kChannelsLast) {
+    Split const split = split_rows(passes);
+    dispatch_last_vector<T>(last_vector(passes, input, output), [&](auto vector) {
+      RowMap const map = RowMap::of(passes.row_channels, vector.value);
+      dim3 const grid = device::checked_grid("normalize_rows", p.batch * split.count, map.slabs);
+      normalize_rows<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+          input, output, affine, passes.row_channels, p.pixels, split.size, split.count, map);
+    });
+    FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
+    return;
+  }
+  constexpr int kTile = device::TransposeTile<U>::kTile;
+  int64_t const pixel_tiles = ceil_div(p.pixels, kTile);
+  dim3 const grid = device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles,
+                                         ceil_div(p.channels, kTile));
+  device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
+    if constexpr (vector.value * sizeof(U) <= 16) {
+      normalize_to_channels_first<T, U, vector.value, kActivate>
+          <<<grid, device::kTileThreads, 0, stream>>>(input, output, affine, passes.row_channels,
+                                                      p.pixels, pixel_tiles);
+    }
+  });
+  FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());
+}
+
+void check(Passes const& passes) {
+  GroupNormProblem const& p = passes.problem;
+  FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0,
+                  "num_groups is ", p.groups, " for ", p.channels, " channels");
+  FUSEDCONV_CHECK(passes.row_channels >= p.channels, "row_channels is ", passes.row_channels,
+                  " for ", p.channels, " channels");
+}
+
+}  // namespace
+
+int64_t moments_workspace_bytes(Passes const& passes, int64_t samples) {
+  GroupNormProblem const& p = passes.problem;
+  int64_t const bytes = size_of(p.dtype);
+  int64_t const partials =
+      p.layout == Layout::kChannelsFirst
+          ? p.groups * split_run(p.group_size(), bytes, 16 / bytes).count
+          : passes.row_channels * split_rows(passes).count;
+  return samples * partials * int64_t(sizeof(float2));
+}
+
+void moments(Passes const& passes, GroupNormTensors const& tensors, void* workspace,
+             cudaStream_t stream) {
+  check(passes);
+  if (passes.problem.batch == 0) return;
+  device::dispatch_type(passes.problem.dtype, [&](auto zero) {
+    launch_moments<decltype(zero)>(passes, tensors, static_cast<float2*>(workspace), stream);
+  });
+}
+
+void normalize(Passes const& passes, GroupNormTensors const& tensors, cudaStream_t stream) {
+  check(passes);
+  GroupNormProblem const& p = passes.problem;
+  FUSEDCONV_CHECK(p.layout == Layout::kChannelsLast ||
+                      passes.output_layout == Layout::kChannelsFirst,
+                  "normalize: channels-first input with channels-last output");
+  if (p.batch == 0 || p.pixels == 0) return;
+  Affine const affine{.mean = tensors.mean,
+                      .rstd = tensors.rstd,
+                      .weight = tensors.weight,
+                      .bias = tensors.bias,
+                      .dtype = p.affine_dtype,
+                      .channels = p.channels,
+                      .groups = p.groups,
+                      .channels_per_group = p.channels_per_group(),
+                      .activation_before = p.activation_before,
+                      .activation_after = p.activation_after};
+  bool const activate = p.activation_before != Activation::kIdentity ||
+                        p.activation_after != Activation::kIdentity;
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    device::dispatch_bool(activate, [&](auto active) {
+      if (passes.output_dtype == p.dtype) {
+        return launch_normalize<T, T, active.value>(passes, tensors, affine, stream);
+      }
+      if constexpr (!std::is_same_v<T, float>) {
+        if (passes.output_dtype == DType::kFloat32) {
+          return launch_normalize<T, float, active.value>(passes, tensors, affine, stream);
+        }
+      }
+      throw InvalidArgument(detail::join("normalize: output dtype ", name_of(passes.output_dtype),
+                                         " from input dtype ", name_of(p.dtype)));
+    });
+  });
+}
+
+}  // namespace fusedconv::groupnorm

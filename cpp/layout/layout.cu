@@ -1,0 +1,175 @@
+#include "layout/layout.hpp"
+
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::layout {
+namespace {
+
+using device::Pack;
+
+template <class T, bool kRound>
+__device__ __forceinline__ T rounded(T value) {
+  if constexpr (kRound) {
+    return device::round_to_tf32(value);
+  } else {
+    return value;
+  }
+}
+
+// 1. A block reads a tile of kTile channels x kTile pixels along pixels, kVector at a time.
+// 2. The tile turns in shared memory.
+// 3. The block writes it along channels, 16 bytes at a time.
+template <class T, int kVector, bool kRound>
+__global__ void __launch_bounds__(device::kTileThreads)
+    channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
+                           int64_t padded_channels, int64_t pixels, int64_t pixel_tiles) {
+  using Tile = device::TransposeTile<T>;
+  constexpr int kTile = Tile::kTile;
+  __shared__ Tile tile;
+  int64_t const sample = blockIdx.x / pixel_tiles;
+  int64_t const pixel0 = (blockIdx.x % pixel_tiles) * kTile;
+  int64_t const channel0 = int64_t(blockIdx.y) * kTile;
+  T const* source = input + (sample * channels + channel0) * pixels + pixel0;
+
+  constexpr int kLanes = kTile / kVector;
+  for (int index = threadIdx.x; index < kTile * kLanes; index += device::kTileThreads) {
+    int const channel = index / kLanes;
+    int const pixel = (index % kLanes) * kVector;
+    Pack<T, kVector> pack = {};
+    // Vectors do not straddle the border: kVector > 1 only where pixels is a multiple of it.
+    if (channel0 + channel < channels && pixel0 + pixel < pixels) {
+      pack = *reinterpret_cast<Pack<T, kVector> const*>(source + channel * pixels + pixel);
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      tile.at(channel, pixel + i) = rounded<T, kRound>(pack.values[i]);
+    }
+  }
+  __syncthreads();
+
+  constexpr int kOut = 16 / sizeof(T);
+  constexpr int kOutLanes = kTile / kOut;
+  T* target = output + (sample * pixels + pixel0) * padded_channels + channel0;
+  for (int index = threadIdx.x; index < kTile * kOutLanes; index += device::kTileThreads) {
+    int const pixel = index / kOutLanes;
+    int const channel = (index % kOutLanes) * kOut;
+    if (pixel0 + pixel < pixels && channel0 + channel < padded_channels) {
+      Pack<T, kOut> pack;
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) pack.values[i] = tile.at(channel + i, pixel);
+      *reinterpret_cast<Pack<T, kOut>*>(target + pixel * padded_channels + channel) = pack;
+    }
+  }
+}
+
+template <class T, bool kRound>
+__global__ void pad_channels(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
+                             int64_t padded_channels, int64_t total) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += stride) {
+    int64_t const row = i / padded_channels;
+    int64_t const channel = i - row * padded_channels;
+    T value = T(0.0f);
+    if (channel < channels) value = rounded<T, kRound>(input[row * channels + channel]);
+    output[i] = value;
+  }
+}
+
+template <class T, bool kRound>
+__global__ void pack_filter_kernel(PackFilter problem, T const* __restrict__ weight,
+                                   T const* __restrict__ bias, T* __restrict__ filter,
+                                   T* __restrict__ packed_bias) {
+  int64_t const taps = problem.t * problem.r * problem.s;
+  int64_t const total = problem.padded_k * taps * problem.padded_c;
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  int64_t const first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t i = first; i < total; i += stride) {
+    int64_t const c = i % problem.padded_c;
+    int64_t const tap = i / problem.padded_c % taps;
+    int64_t const k = i / (problem.padded_c * taps);
+    T value = T(0.0f);
+    if (c < problem.c && k < problem.k) {
+      int64_t const s = problem.s - 1 - tap % problem.s;
+      int64_t const r = problem.r - 1 - tap / problem.s % problem.r;
+      int64_t const t = problem.t - 1 - tap / (problem.s * problem.r);
+      value = rounded<T, kRound>(weight[c * problem.stride_c + k * problem.stride_k +
+                                        t * problem.stride_t + r * problem.stride_r +
+                                        s * problem.stride_s]);
+    }
+    filter[i] = value;
+  }
+  if (bias != nullptr) {
+    for (int64_t k = first; k < problem.padded_k; k += stride) {
+      packed_bias[k] = k < problem.k ? bias[k] : T(0.0f);
+    }
+  }
+}
+
+template <class T, bool kRound>
+void launch_to_channels_last(ToChannelsLast const& p, void const* input, void* output,
+                             cudaStream_t stream) {
+  auto const* source = static_cast<T const*>(input);
+  auto* target = static_cast<T*>(output);
+  if (p.source == Layout::kChannelsLast) {
+    int64_t const total = p.batch * p.pixels * p.padded_channels;
+    int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 1 << 16));
+    pad_channels<T, kRound>
+        <<<blocks, 256, 0, stream>>>(source, target, p.channels, p.padded_channels, total);
+    FUSEDCONV_CUDA("pad_channels", cudaGetLastError());
+    return;
+  }
+  constexpr int kTile = device::TransposeTile<T>::kTile;
+  int64_t const pixel_tiles = ceil_div(p.pixels, kTile);
+  dim3 const grid = device::checked_grid("channels_first_to_last", p.batch * pixel_tiles,
+                                         ceil_div(p.padded_channels, kTile));
+  device::dispatch_vector<T>(source, p.pixels, [&](auto vector) {
+    channels_first_to_last<T, vector.value, kRound><<<grid, device::kTileThreads, 0, stream>>>(
+        source, target, p.channels, p.padded_channels, p.pixels, pixel_tiles);
+  });
+  FUSEDCONV_CUDA("channels_first_to_last", cudaGetLastError());
+}
+
+template <class T, bool kRound>
+void launch_pack_filter(PackFilter const& p, void const* weight, void const* bias, void* filter,
+                        void* packed_bias, cudaStream_t stream) {
+  int64_t const total = p.padded_k * p.t * p.r * p.s * p.padded_c;
+  int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 4096));
+  pack_filter_kernel<T, kRound><<<blocks, 256, 0, stream>>>(
+      p, static_cast<T const*>(weight), static_cast<T const*>(bias), static_cast<T*>(filter),
+      static_cast<T*>(packed_bias));
+  FUSEDCONV_CUDA("pack_filter", cudaGetLastError());
+}
+
+}  // namespace
+
+void to_channels_last(ToChannelsLast const& p, void const* input, void* output,
+                      cudaStream_t stream) {
+  FUSEDCONV_CHECK(p.padded_channels * size_of(p.dtype) % 16 == 0,
+                  "to_channels_last: padded_channels is ", p.padded_channels,
+                  ", not a multiple of 16 bytes");
+  if (p.batch == 0 || p.pixels == 0) return;
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, float>) {
+      if (p.round_tf32) return launch_to_channels_last<T, true>(p, input, output, stream);
+    }
+    launch_to_channels_last<T, false>(p, input, output, stream);
+  });
+}
+
+void pack_filter(PackFilter const& p, void const* weight, void const* bias, void* filter,
+                 void* packed_bias, cudaStream_t stream) {
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (std::is_same_v<T, float>) {
+      if (p.round_tf32) {
+        return launch_pack_filter<T, true>(p, weight, bias, filter, packed_bias, stream);
+      }
+    }
+    launch_pack_filter<T, false>(p, weight, bias, filter, packed_bias, stream);
+  });
+}
+
+}  // namespace fusedconv::layout

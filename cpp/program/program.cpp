@@ -1,0 +1,142 @@
+#include "program/program.hpp"
+
+#include <algorithm>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv {
+namespace {
+
+constexpr int64_t kWorkspaceAlignment = 256;
+
+// Switches to a device for a scope. Leaves the current device alone where it is the right one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    FUSEDCONV_CUDA("cudaGetDevice", cudaGetDevice(&previous_));
+    if (previous_ == device) {
+      previous_ = -1;
+    } else {
+      FUSEDCONV_CUDA("cudaSetDevice", cudaSetDevice(device));
+    }
+  }
+  ~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+}  // namespace
+
+Program::Program(int device, int64_t batch, int64_t chunk)
+    : device_(device), batch_(batch), chunk_(chunk <= 0 ? batch : std::min(chunk, batch)) {
+  FUSEDCONV_CHECK(device >= 0, "device is ", device);
+  FUSEDCONV_CHECK(batch > 0, "batch is ", batch);
+}
+
+Operand Program::tensor(int slot, int64_t bytes_per_sample) const {
+  FUSEDCONV_CHECK(slot >= 0, "slot is ", slot);
+  return {slot, 0, bytes_per_sample};
+}
+
+Operand Program::scratch(int64_t bytes_per_sample, int64_t bytes) {
+  Operand const operand{kWorkspaceSlot, workspace_bytes_, 0};
+  workspace_bytes_ += round_up(bytes_per_sample * chunk_ + bytes, kWorkspaceAlignment);
+  return operand;
+}
+
+void* Program::Context::at(Operand const& operand) const {
+  if (operand.slot == -1) return nullptr;
+  uintptr_t const base = operand.slot == kWorkspaceSlot ? workspace : pointers[operand.slot];
+  if (base == 0) return nullptr;
+  return reinterpret_cast<void*>(base + operand.offset + operand.bytes_per_sample * first_sample);
+}
+
+void Program::pack_filter(layout::PackFilter const& problem, Operand weight, Operand bias,
+                          Operand filter, Operand packed_bias) {
+  note({weight, bias, filter, packed_bias});
+  once_.push_back([=](Context const& context) {
+    layout::pack_filter(problem, context.at(weight), context.at(bias), context.at(filter),
+                        context.at(packed_bias), context.stream);
+  });
+}
+
+void Program::to_channels_last(layout::ToChannelsLast const& problem, Operand input,
+                               Operand output) {
+  note({input, output});
+  steps_.push_back([=](Context const& context) {
+    layout::ToChannelsLast chunk = problem;
+    chunk.batch = context.samples;
+    layout::to_channels_last(chunk, context.at(input), context.at(output), context.stream);
+  });
+}
+
+void Program::convolution(int row, conv::ConvProblem const& problem, Activation activation,
+                          Operand input, Operand filter, Operand bias, Operand output) {
+  auto const& rows = conv::conv_rows();
+  FUSEDCONV_CHECK(row >= 0 && row < int(rows.size()), "convolution: row is ", row, " of ",
+                  rows.size());
+  note({input, filter, bias, output});
+  auto const launch = rows[row].launch;
+  steps_.push_back([=](Context const& context) {
+    conv::ConvArguments arguments{problem,          context.at(input),  context.at(filter),
+                                  context.at(bias), context.at(output), activation};
+    arguments.problem.n = int(context.samples);
+    launch(arguments, context.stream);
+  });
+}
+
+void Program::moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd) {
+  note({input, mean, rstd});
+  Operand const partials = scratch(groupnorm::moments_workspace_bytes(passes, 1), 0);
+  steps_.push_back([=](Context const& context) {
+    groupnorm::Passes chunk = passes;
+    chunk.problem.batch = context.samples;
+    GroupNormTensors const tensors{.input = context.at(input),
+                                   .mean = static_cast<float*>(context.at(mean)),
+                                   .rstd = static_cast<float*>(context.at(rstd))};
+    groupnorm::moments(chunk, tensors, context.at(partials), context.stream);
+  });
+}
+
+void Program::normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
+                        Operand weight, Operand bias, Operand output) {
+  note({input, mean, rstd, weight, bias, output});
+  steps_.push_back([=](Context const& context) {
+    groupnorm::Passes chunk = passes;
+    chunk.problem.batch = context.samples;
+    GroupNormTensors const tensors{.input = context.at(input),
+                                   .output = context.at(output),
+                                   .weight = context.at(weight),
+                                   .bias = context.at(bias),
+                                   .mean = static_cast<float*>(context.at(mean)),
+                                   .rstd = static_cast<float*>(context.at(rstd))};
+    groupnorm::normalize(chunk, tensors, context.stream);
+  });
+}
+
+void Program::note(std::initializer_list<Operand> operands) {
+  for (Operand const& operand : operands) slots_ = std::max(slots_, operand.slot + 1);
+}
+
+void Program::run(std::vector<uintptr_t> const& pointers, uintptr_t workspace,
+                  uintptr_t stream) const {
+  FUSEDCONV_CHECK(int(pointers.size()) >= slots_, "run: ", pointers.size(), " pointers for ",
+                  slots_, " slots");
+  FUSEDCONV_CHECK(workspace != 0 || workspace_bytes_ == 0, "run: no workspace, ", workspace_bytes_,
+                  " bytes needed");
+  DeviceGuard const guard(device_);
+  Context context{pointers.data(), workspace, 0, batch_, reinterpret_cast<cudaStream_t>(stream)};
+  for (Step const& step : once_) step(context);
+  for (int64_t first = 0; first < batch_; first += chunk_) {
+    context.first_sample = first;
+    context.samples = std::min(chunk_, batch_ - first);
+    for (Step const& step : steps_) step(context);
+  }
+}
+
+}  // namespace fusedconv

@@ -1,0 +1,343 @@
+"""Transposed convolution on tensor cores through CUTLASS's mma.sync kernels (sm_80 and later).
+
+A transposed convolution of stride 1 is lowered to a forward convolution on channels-last data; bias
+and activation are the convolution's epilogue; the way back to the caller's layout is part of the
+normalising pass. The batch is served in chunks, so that what passes between the steps stays in L2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedconv import _C
+from fusedconv.kernels.cuda_program import (
+    BIAS,
+    CONTIGUOUS_STEP,
+    CONV_OUTPUT,
+    HAS_CUDA,
+    INPUT,
+    OUTPUT,
+    WEIGHT,
+    ProgramPlan,
+    add_group_norm,
+    copy_milliseconds,
+    supports_cuda,
+)
+from fusedconv.lowering import ForwardConv, lower_unit_stride
+from fusedconv.plan import Plan
+from fusedconv.problem import ACTIVATION_CODES, DTYPE_CODES, LAYOUT_CODES, Problem
+from fusedconv.registry import Kernel, Registry, Support
+
+# The codes of fusedconv::conv::Math.
+_TF32, _TF32_ROUNDED, _TF32X3, _F16, _BF16 = range(5)
+_PRECISION_OF_MATH = {
+    _TF32: "tf32",
+    _TF32_ROUNDED: "tf32",
+    _TF32X3: "fp32",
+    _F16: "fp16",
+    _BF16: "bf16",
+}
+
+#: Scratch that one chunk of samples may take: about what stays in the L2 of an A100 or H100.
+CHUNK_BYTES = 48 << 20
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A compiled kernel's metadata, as ``_C.conv_rows()`` gives it."""
+
+    index: int
+    name: str
+    family: str
+    architecture: int
+    dimensions: int
+    math: int
+    dtype: int
+    tile: tuple[int, int, int]
+    warps: int
+    stages: int
+    alignment: int
+    shared_bytes: int
+    max_filter_extent: int
+    max_tensor_bytes: int
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def conv_dimensions(problem: Problem) -> int:
+    """Spatial axes of the kernels that serve a problem: 1D runs as 2D with height 1."""
+    return max(2, len(problem.spatial))
+
+
+class CutlassSm80(Kernel):
+    provider = "cutlass_sm80"
+
+    def __init__(self, row: _Row) -> None:
+        self.row = row
+        self.name = row.name
+
+    # ---- what it serves ----
+
+    def _reads_input_directly(self, problem: Problem) -> bool:
+        """Whether the convolution reads the caller's tensor: channels last, whole vectors."""
+        return (
+            problem.layout == "nhwc"
+            and problem.aligned
+            and problem.channels % self.row.alignment == 0
+            and self.row.math != _TF32_ROUNDED
+        )
+
+    def supports(self, problem: Problem) -> Support:
+        row = self.row
+        conv = problem.conv
+        if conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        common = supports_cuda(problem)
+        if not common:
+            return common
+        if problem.precision != _PRECISION_OF_MATH[row.math]:
+            return Support.no(
+                f"computes in {_PRECISION_OF_MATH[row.math]}, {problem.precision} is asked for"
+            )
+        if conv_dimensions(problem) != row.dimensions:
+            return Support.no(f"iterates {row.dimensions} axes, not {conv_dimensions(problem)}")
+        if conv.groups != 1:
+            return Support.no(f"groups is {conv.groups}, only 1 is served")
+        lowered = lower_unit_stride(conv, problem.spatial)
+        if isinstance(lowered, str):
+            return Support.no(lowered)
+        if max(conv.kernel_size) > row.max_filter_extent:
+            return Support.no(
+                f"kernel size {conv.kernel_size} exceeds {row.max_filter_extent} along an axis"
+            )
+        largest = max(self._sample_bytes(problem))
+        filter_bytes = self._filter_elements(problem) * problem.dtype.itemsize
+        if max(largest, filter_bytes) > row.max_tensor_bytes:
+            return Support.no(
+                f"a sample or the filter takes {max(largest, filter_bytes)} bytes, one launch "
+                f"takes {row.max_tensor_bytes}"
+            )
+        return Support.yes()
+
+    def _padded(self, channels: int) -> int:
+        return _round_up(channels, self.row.alignment)
+
+    def _sample_bytes(self, problem: Problem) -> tuple[int, int]:
+        """Bytes of one sample of the channels-last input and of the convolution's output."""
+        size = problem.dtype.itemsize
+        return (
+            math.prod(problem.spatial) * self._padded(problem.channels) * size,
+            math.prod(problem.output_spatial) * self._conv_row_channels(problem) * size,
+        )
+
+    def _conv_row_channels(self, problem: Problem) -> int:
+        # A saved convolution output has one shape whatever kernel made it: rows of whole 16 bytes.
+        return self._padded(problem.output_channels)
+
+    def _filter_elements(self, problem: Problem) -> int:
+        assert problem.conv is not None
+        return (
+            self._padded(problem.channels)
+            * self._padded(problem.output_channels)
+            * math.prod(problem.conv.kernel_size)
+        )
+
+    # ---- what it costs ----
+
+    def _efficiency(self) -> float:
+        """The rate of a full device in FLOP/s that the mainloop reaches on one of H100's size."""
+        return _RATES.get((self.row.math, self.row.tile[:2]), 1e14)
+
+    def cost(self, problem: Problem) -> float:
+        row = self.row
+        tile_m, tile_n, _ = row.tile
+        assert problem.conv is not None
+        chunk = self._chunk(problem)
+        pixels = math.prod(problem.output_spatial)
+        tiles_n = -(-self._padded(problem.output_channels) // tile_n)
+        slots = max(1, problem.multiprocessors)
+        waves = 0.0
+        for samples, launches in _chunks(problem.batch, chunk):
+            tiles = -(-samples * pixels // tile_m) * tiles_n
+            # Two blocks share a multiprocessor, so a last wave of half the size costs about half.
+            waves += launches * max(1.0, math.ceil(2 * tiles / slots) / 2)
+        depth = self._padded(problem.channels) * math.prod(problem.conv.kernel_size)
+        tile_flops = 2.0 * tile_m * tile_n * depth
+        conv = waves * tile_flops * slots / (self._efficiency() * slots / 132) * 1e3
+        launches = -(-problem.batch // chunk) * (5 if problem.norm is not None else 3)
+        size = problem.dtype.itemsize
+        moved = problem.minimal_bytes
+        if not self._reads_input_directly(problem):
+            moved += problem.input_elements * size
+        moved += 2 * problem.output_elements * size * (problem.norm is not None)
+        if problem.layout == "strided":
+            moved += 2 * problem.input_elements * size
+        return conv + copy_milliseconds(moved, problem.architecture) + 0.002 * launches
+
+    # ---- how it runs ----
+
+    def _chunk(self, problem: Problem) -> int:
+        """Samples per pass over the steps: what fits the scratch limit, one at least."""
+        input_bytes, output_bytes = self._sample_bytes(problem)
+        scratch = 0 if problem.save else output_bytes
+        if not self._reads_input_directly(problem):
+            scratch += input_bytes
+        by_limit = self.row.max_tensor_bytes // max(input_bytes, output_bytes)
+        by_cache = CHUNK_BYTES // scratch if scratch else problem.batch
+        return max(1, min(problem.batch, by_limit, max(1, by_cache)))
+
+    def compile(self, problem: Problem) -> Plan:
+        row = self.row
+        conv = problem.conv
+        assert conv is not None
+        lowered = lower_unit_stride(conv, problem.spatial)
+        assert isinstance(lowered, ForwardConv)
+        size = problem.dtype.itemsize
+        dtype = DTYPE_CODES[problem.dtype]
+        rounded = row.math == _TF32_ROUNDED
+        c, k = problem.channels, problem.output_channels
+        padded_c, padded_k = self._padded(c), self._padded(k)
+        conv_row = self._conv_row_channels(problem)
+        input_bytes, output_bytes = self._sample_bytes(problem)
+
+        program = _C.Program(problem.device_index, problem.batch, self._chunk(problem))
+        steps = ["pack filter" + (" (rounded to TF32)" if rounded else "")]
+        filter = program.scratch(0, self._filter_elements(problem) * size)
+        bias = program.scratch(0, padded_k * size) if conv.bias else _C.Operand()
+        strides = conv.weight_strides
+        program.pack_filter(
+            weight=program.tensor(WEIGHT, 0),
+            bias=program.tensor(BIAS, 0) if conv.bias else _C.Operand(),
+            filter=filter,
+            packed_bias=bias,
+            c=c,
+            k=k,
+            taps=lowered.taps,
+            padded_c=padded_c,
+            padded_k=padded_k,
+            strides=(*strides[:2], *(0,) * (5 - len(strides)), *strides[2:]),
+            dtype=dtype,
+            round_tf32=rounded,
+        )
+
+        input = program.tensor(INPUT, c * math.prod(problem.spatial) * size)
+        if problem.layout == "strided":
+            steps.append(CONTIGUOUS_STEP)
+        if not self._reads_input_directly(problem):
+            source = "nhwc" if problem.layout == "nhwc" else "nchw"
+            channels_last = program.scratch(input_bytes)
+            program.to_channels_last(
+                input=input,
+                output=channels_last,
+                channels=c,
+                padded_channels=padded_c,
+                pixels=math.prod(problem.spatial),
+                source=LAYOUT_CODES[source],
+                dtype=dtype,
+                round_tf32=rounded,
+            )
+            input = channels_last
+            how = "rounded to TF32" if rounded else "copied"
+            steps.append(f"input {source} -> nhwc, {how}, channels {c} -> {padded_c}")
+
+        # A saved convolution output is kept as it is before the activation, which then moves into
+        # the passes behind it.
+        in_epilogue = "identity" if problem.save else problem.activation_before
+        behind = problem.activation_before if problem.save else "identity"
+        writes_output = (
+            problem.norm is None
+            and not problem.save
+            and problem.output_layout == "nhwc"
+            and padded_k == k
+            and problem.output_dtype == problem.dtype
+        )
+        if writes_output:
+            conv_output = program.tensor(OUTPUT, output_bytes)
+        elif problem.save:
+            conv_output = program.tensor(CONV_OUTPUT, output_bytes)
+        else:
+            conv_output = program.scratch(output_bytes)
+        program.convolution(
+            row=row.index,
+            input=input,
+            filter=filter,
+            bias=bias,
+            output=conv_output,
+            c=padded_c,
+            k=padded_k,
+            input_extent=lowered.input,
+            output_extent=lowered.output,
+            taps=lowered.taps,
+            lower_padding=lowered.lower_padding,
+            dilation=lowered.dilation,
+            activation=ACTIVATION_CODES[in_epilogue],
+        )
+        epilogue = [part for part in ("bias" * conv.bias, in_epilogue) if part not in ("", "identity")]
+        steps.append(f"{row.name}" + (f" + {' + '.join(epilogue)}" if epilogue else ""))
+        if not writes_output:
+            steps += add_group_norm(
+                program,
+                problem,
+                conv_output,
+                layout="nhwc",
+                row_channels=conv_row,
+                activation_before=behind,
+            )
+        if program.chunk < problem.batch:
+            steps.append(f"steps after the first repeat for chunks of {program.chunk} samples")
+        return ProgramPlan(
+            self.name,
+            tuple(steps),
+            problem,
+            program,
+            problem.device_index,
+            conv_row_channels=conv_row,
+        )
+
+
+def _chunks(batch: int, chunk: int) -> list[tuple[int, int]]:
+    """(samples, how many launches of that size)."""
+    full, rest = divmod(batch, chunk)
+    return [(samples, count) for samples, count in ((chunk, full), (rest, 1 if rest else 0)) if count]
+
+
+#: FLOP/s of the mainloop on an H200 by (math, tile rows and columns).
+_RATES: dict[tuple[int, tuple[int, int]], float] = {}
+
+
+def _rows() -> list[_Row]:
+    if not HAS_CUDA:
+        return []
+    raw: list[dict[str, Any]] = _C.conv_rows()
+    return [_Row(**fields) for fields in raw if fields["family"] == "sm80"]
+
+
+class _NotCompiled(Kernel):
+    """Stands for the rows of a build without CUDA, so that ``explain`` can say why there are none."""
+
+    name = "sm80_conv"
+    provider = "cutlass_sm80"
+
+    def supports(self, problem: Problem) -> Support:
+        if problem.conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        return supports_cuda(problem)
+
+    def cost(self, problem: Problem) -> float:
+        raise NotImplementedError("never supported")
+
+    def compile(self, problem: Problem) -> Plan:
+        raise NotImplementedError("never supported")
+
+
+def register(registry: Registry) -> None:
+    if not HAS_CUDA:
+        registry.register(_NotCompiled())
+    for row in _rows():
+        registry.register(CutlassSm80(row))

@@ -1,0 +1,185 @@
+"""The reference provider: torch's own operators. Serves everything torch serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedconv.plan import Outputs, Plan
+from fusedconv.problem import ConvTransposeGeometry, Problem, conv_fp32_precision
+from fusedconv.registry import Kernel, Registry, Support
+
+_CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """torch's operator for an activation's name."""
+    match activation:
+        case "identity":
+            return x
+        case "relu":
+            return F.relu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "silu":
+            return F.silu(x)
+    raise ValueError(f"activation: got {activation!r}")
+
+
+def conv_transpose(
+    conv: ConvTransposeGeometry, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """torch's transposed convolution of one, two or three spatial axes."""
+    result: Tensor = _CONV[len(conv.kernel_size)](
+        input,
+        weight,
+        bias,
+        conv.stride,
+        conv.padding,
+        conv.output_padding,
+        conv.groups,
+        conv.dilation,
+    )
+    return result
+
+
+@contextmanager
+def precision_scope(precision: str) -> Iterator[None]:
+    """torch's switch for fp32 convolutions set to "tf32" or "fp32" for the scope."""
+    if precision not in ("tf32", "fp32") or conv_fp32_precision() == precision:
+        yield
+        return
+    setter = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if setter is None:
+        previous = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = previous
+        return
+    setting = torch._C._get_fp32_precision_getter("cuda", "conv")
+    setter("cuda", "conv", "tf32" if precision == "tf32" else "ieee")
+    try:
+        yield
+    finally:
+        setter("cuda", "conv", setting)
+
+
+def differentiable(
+    problem: Problem,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+) -> Tensor:
+    """The problem in torch's operators, which autograd follows by itself."""
+    x = input
+    if problem.conv is not None:
+        assert weight is not None
+        x = conv_transpose(problem.conv, x, weight, bias)
+    x = activate(x, problem.activation_before)
+    if problem.norm is not None:
+        x = x.to(problem.output_dtype)
+        x = F.group_norm(x, problem.norm.num_groups, norm_weight, norm_bias, problem.norm.eps)
+    return activate(x, problem.activation_after)
+
+
+class TorchPlan(Plan):
+    is_reference = True
+
+    def __init__(self, problem: Problem) -> None:
+        self.kernel = "torch"
+        self.problem = problem
+        steps = []
+        if problem.conv is not None:
+            steps.append(f"torch.conv_transpose{len(problem.conv.kernel_size)}d (vendor library)")
+        if problem.activation_before != "identity":
+            steps.append(f"torch {problem.activation_before}")
+        if problem.norm is not None:
+            steps.append("torch.group_norm")
+        if problem.activation_after != "identity":
+            steps.append(f"torch {problem.activation_after}")
+        self.steps = tuple(steps)
+
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+    ) -> Outputs:
+        with precision_scope(self.problem.precision):
+            return self._run(input, weight, bias, norm_weight, norm_bias)
+
+    def _run(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+    ) -> Outputs:
+        problem = self.problem
+        if not problem.save:
+            output = differentiable(problem, input, weight, bias, norm_weight, norm_bias)
+            return Outputs(output, None, None, None)
+        conv_output = None
+        x = input
+        if problem.conv is not None:
+            assert weight is not None
+            x = conv_output = conv_transpose(problem.conv, x, weight, bias)
+        x = activate(x, problem.activation_before)
+        mean = rstd = None
+        if problem.norm is not None:
+            x = x.to(problem.output_dtype)
+            batch, channels = x.shape[:2]
+            groups = problem.norm.num_groups
+            pixels = x[0, 0].numel() if batch else 0
+            x, mean, rstd = torch.ops.aten.native_group_norm(
+                x.contiguous(),
+                norm_weight,
+                norm_bias,
+                batch,
+                channels,
+                pixels,
+                groups,
+                problem.norm.eps,
+            )
+            statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+            mean, rstd = mean.to(statistics), rstd.to(statistics)
+        return Outputs(activate(x, problem.activation_after), conv_output, mean, rstd)
+
+
+class TorchReference(Kernel):
+    name = "torch"
+    provider = "torch"
+
+    def supports(self, problem: Problem) -> Support:
+        return Support.yes()
+
+    def cost(self, problem: Problem) -> float:
+        """What eager costs: the vendor's convolution and one or more trips through memory a step.
+
+        A last resort on CUDA: only a kernel that cannot serve loses to it.
+        """
+        if problem.device != "cuda":
+            # An order of magnitude for a processor; the cpu provider's estimate has the same unit.
+            passes = 2.0 + 2.0 * (problem.norm is not None) + (problem.activation != "identity")
+            return problem.conv_flops / 1e8 + passes * problem.minimal_bytes / 1e7
+        return 1e6
+
+    def compile(self, problem: Problem) -> Plan:
+        return TorchPlan(problem)
+
+
+def register(registry: Registry) -> None:
+    registry.register(TorchReference())

@@ -1,0 +1,61 @@
+"""The three systems, each a module with ``Model`` (the original) and ``ModelNew`` (its drop-in)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fusedconv.models import (
+    conv_transpose2d_gelu_group_norm,
+    conv_transpose3d_relu_group_norm,
+    group_norm,
+)
+from fusedconv.models.conv_transpose2d_gelu_group_norm import ModelNew as ConvTranspose2dGELUGroupNorm
+from fusedconv.models.conv_transpose3d_relu_group_norm import ModelNew as ConvTranspose3dReLUGroupNorm
+from fusedconv.models.group_norm import ModelNew as GroupNormModel
+
+
+@dataclass(frozen=True)
+class System:
+    """One of the three systems: original, drop-in, arguments, and inputs of two sizes."""
+
+    name: str
+    title: str
+    original: type[nn.Module]
+    model: type[nn.Module]
+    init_arguments: tuple[Any, ...]
+    input_shape: tuple[int, ...]
+    small_input_shape: tuple[int, ...]
+
+
+def _system(name: str, title: str, module: Any) -> System:
+    return System(
+        name,
+        title,
+        module.Model,
+        module.ModelNew,
+        module.INIT_ARGUMENTS,
+        module.INPUT_SHAPE,
+        module.SMALL_INPUT_SHAPE,
+    )
+
+
+#: By the names that benchmarks use.
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        _system("system1", "ConvTranspose2d -> GELU -> GroupNorm", conv_transpose2d_gelu_group_norm),
+        _system("system2", "ConvTranspose3d -> ReLU -> GroupNorm", conv_transpose3d_relu_group_norm),
+        _system("system3", "GroupNorm", group_norm),
+    )
+}
+
+__all__ = [
+    "SYSTEMS",
+    "ConvTranspose2dGELUGroupNorm",
+    "ConvTranspose3dReLUGroupNorm",
+    "GroupNormModel",
+    "System",
+]

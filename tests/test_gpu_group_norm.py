@@ -1,0 +1,168 @@
+"""GroupNorm kernels on the GPU, against fp64, relative to eager's error."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fusedconv
+from fusedconv.functional import group_norm
+from test_gpu_conv import _channels_last, poison, relative_error
+
+pytestmark = pytest.mark.gpu
+
+FLOOR = {torch.float32: 3e-8, torch.float16: 1e-6, torch.bfloat16: 1e-5}
+# (shape, groups): one channel a group, three and four, one group, many groups with one sample, no
+# spatial axes, sizes that no vector divides, large planes, more channels than a block has threads.
+CASES = [
+    ((2, 64, 56, 56), 8),
+    ((3, 12, 7, 9), 12),
+    ((3, 12, 7, 9), 4),
+    ((2, 16, 5, 5, 5), 4),
+    ((1, 32, 129, 131), 1),
+    ((1, 128, 16, 16), 32),
+    ((5, 48), 6),
+    ((4, 2048, 3), 32),
+    ((2, 30, 64, 65), 5),
+    ((2, 8, 300, 301), 2),
+    ((1, 4100, 4, 4), 4),
+    ((1, 1, 1, 5), 1),
+]
+
+
+def eager(x, groups, weight, bias, activation, order):
+    act = {
+        None: lambda t: t,
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "silu": F.silu,
+    }[activation]
+    if order == "act_norm":
+        return F.group_norm(act(x), groups, weight, bias)
+    return act(F.group_norm(x, groups, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"), itertools.product(FLOOR, ("nchw", "nhwc")), ids=str
+)
+@pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
+def test_against_fp64(shape, groups, dtype, layout):
+    torch.manual_seed(sum(shape))
+    x = (torch.randn(shape, device="cuda") * 2 + 0.5).to(dtype)
+    if layout == "nhwc":
+        if x.dim() not in (4, 5):
+            pytest.skip("torch has channels_last for four and five axes only")
+        x = x.contiguous(memory_format=_channels_last(x))
+    for affine, activation, order in (
+        (dtype, None, "act_norm"),
+        (None, "gelu", "act_norm"),
+        (dtype, "silu", "norm_act"),
+    ):
+        weight = bias = None
+        if affine is not None:
+            weight = torch.randn(shape[1], device="cuda").to(affine)
+            bias = torch.randn(shape[1], device="cuda").to(affine)
+        poison()
+        actual = group_norm(x, groups, weight, bias, activation=activation, order=order)
+        double = [None if t is None else t.double() for t in (weight, bias)]
+        reference = eager(x.double(), groups, *double, activation, order)
+        torchs = eager(x, groups, weight, bias, activation, order)
+        assert actual.stride() == x.stride()
+        error, limit = relative_error(actual, reference), relative_error(torchs, reference)
+        assert error <= 1.1 * limit + FLOOR[dtype], (affine, activation, order, error, limit)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_float32_affine_on_half_input(layout):
+    x = torch.randn(2, 32, 33, 31, device="cuda").bfloat16()
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, 32, device="cuda")
+    actual = group_norm(x, 8, weight, bias)
+    reference = F.group_norm(x.double(), 8, weight.double(), bias.double())
+    assert actual.dtype == torch.bfloat16
+    assert relative_error(actual, reference) < 3e-3
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", FLOOR, ids=str)
+def test_large_mean(layout, dtype):
+    """Mean 1e4 and standard deviation 1: a difference of squares would lose everything."""
+    torch.manual_seed(0)
+    mean = 1e4 if dtype is torch.float32 else 64.0
+    x = (torch.randn(2, 64, 96, 96, device="cuda") + mean).to(dtype)
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
+    reference = F.group_norm(x.double(), 8)
+    error = relative_error(group_norm(x, 8), reference)
+    assert error <= 1.1 * relative_error(F.group_norm(x, 8), reference) + FLOOR[dtype]
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_special_values_stay_in_their_group(layout):
+    x = torch.randn(2, 8, 20, 20, device="cuda")
+    x[0, 0, 3, 3] = torch.inf
+    x[0, 5, 3, 3] = torch.nan
+    x[1, 2:4] = 7.0
+    x[1, 4:6] = 1e-42
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
+    actual, expected = group_norm(x, 4), F.group_norm(x, 4)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    torch.testing.assert_close(actual[finite], expected[finite], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("dtype", FLOOR, ids=str)
+def test_misaligned_addresses(offset, dtype):
+    flat = torch.randn(2 * 16 * 24 * 24 + 4, device="cuda").to(dtype)
+    x = flat[offset : offset + 2 * 16 * 24 * 24].view(2, 16, 24, 24)
+    reference = F.group_norm(x.double(), 4)
+    bound = 1.1 * relative_error(F.group_norm(x, 4), reference) + FLOOR[dtype]
+    assert relative_error(group_norm(x, 4), reference) <= bound
+    last = flat[offset : offset + 2 * 16 * 24 * 24].view(2, 24, 24, 16).permute(0, 3, 1, 2)
+    reference = F.group_norm(last.double(), 4)
+    assert relative_error(group_norm(last, 4), reference) <= bound * 1.05
+
+
+def test_more_than_two_to_the_31_elements():
+    shape = (2, 8, 4096, 33000)
+    x = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_()
+    assert x.numel() > 2**31
+    actual = group_norm(x, 2)
+    for sample, group in ((0, 0), (1, 1)):
+        part = x[sample : sample + 1, 4 * group : 4 * group + 4].float()
+        expected = F.group_norm(part, 1)
+        got = actual[sample : sample + 1, 4 * group : 4 * group + 4].float()
+        assert relative_error(got[..., -1000:], expected[..., -1000:]) < 5e-3
+
+
+def test_gradients_in_both_layouts():
+    for layout in ("nchw", "nhwc"):
+        x = torch.randn(2, 32, 20, 21, device="cuda")
+        if layout == "nhwc":
+            x = x.contiguous(memory_format=torch.channels_last)
+        for activation, order in ((None, "act_norm"), ("gelu", "act_norm"), ("relu", "norm_act")):
+            module = fusedconv.GroupNorm(8, 32, activation=activation, order=order).cuda()
+            torch.nn.init.normal_(module.weight)
+            inputs = [x.detach().requires_grad_(), x.detach().double().requires_grad_()]
+            grad = torch.randn_like(x)
+            module(inputs[0]).backward(grad)
+            double = [p.detach().double().requires_grad_() for p in module.parameters()]
+            eager(inputs[1], 8, *double, activation, order).backward(grad.double())
+            assert relative_error(inputs[0].grad, inputs[1].grad) < 1e-6
+            for p, d in zip(module.parameters(), double, strict=True):
+                assert relative_error(p.grad, d.grad) < 1e-6
+
+
+def test_repetitions_are_bit_identical():
+    for shape, groups in (((4, 64, 128, 128), 8), ((2, 96, 50, 50), 32)):
+        x = torch.randn(shape, device="cuda")
+        for candidate in (x, x.contiguous(memory_format=torch.channels_last)):
+            first = group_norm(candidate, groups)
+            assert all(torch.equal(group_norm(candidate, groups), first) for _ in range(50))

@@ -27,8 +27,8 @@ PRECISIONS = tuple(DTYPES)
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    difference = (actual.double() - reference.double()).norm()
-    return float(difference / reference.double().norm().clamp_min(1e-300))
+    actual, reference = actual.detach().double(), reference.detach().double()
+    return float((actual - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
 def poison(num_bytes: int = 64 << 20) -> None:
@@ -94,8 +94,6 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
             weight = torch.randn(channels, out, *kernel_size, device="cuda", dtype=dtype) * 0.2
             bias = torch.randn(out, device="cuda", dtype=dtype) if has_bias else None
             arguments = dict(padding=padding, dilation=dilation)
-            if kernel.row.math == 1 and layout == "nhwc" and channels % 4 == 0:
-                pass  # the rounding step is part of the plan in this layout too
             poison()
             actual = conv_transpose_act_norm(
                 x, weight, bias, activation="gelu", precision=precision
@@ -108,7 +106,25 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
             eager = F.gelu(conv(x, weight, bias, **arguments))
             assert actual.shape == reference.shape
             error, eager_error = relative_error(actual, reference), relative_error(eager, reference)
+            if precision == "tf32":
+                # For small or odd problems cuDNN takes kernels without TF32 even where it may use
+                # it. What the mode costs is what rounding the operands costs.
+                rounded = F.gelu(
+                    conv(
+                        round_to_tf32(x).double(),
+                        round_to_tf32(weight).double(),
+                        None if bias is None else bias.double(),
+                        **arguments,
+                    )
+                )
+                eager_error = max(eager_error, relative_error(rounded, reference))
             assert error <= bound(eager_error, precision), (case, layout, error, eager_error)
+
+
+def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Nearest, ties away from zero, as cuDNN rounds."""
+    bits = x.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).reshape(x.shape)
 
 
 def _channels_last(x: torch.Tensor) -> torch.memory_format:
@@ -142,7 +158,7 @@ SMALLER = {"system1": (3, 64, 61, 67), "system2": (2, 64, 9, 11, 13), "system3":
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "layout"), itertools.product(SYSTEMS, PRECISIONS, ("nchw", "nhwc"))
+    ("name", "precision", "layout"), list(itertools.product(SYSTEMS, PRECISIONS, ("nchw", "nhwc")))
 )
 def test_system_forward_and_gradients(name, precision, layout, eager_precision):
     eager_precision(precision)
@@ -175,7 +191,9 @@ def test_system_forward_and_gradients(name, precision, layout, eager_precision):
     ):
         assert torch.isfinite(a).all(), what
         error, eager_error = relative_error(a, r), relative_error(e, r)
-        assert error <= bound(eager_error, precision), (what, error, eager_error)
+        # Gradients of parameters are long sums, whose rounding is a matter of order: twice eager's.
+        limit = eager_error if what in ("inference", "output") else 2 / 1.1 * eager_error
+        assert error <= bound(limit, precision), (what, error, eager_error)
     if precision == "fp32":
         torch.testing.assert_close(inference, eager[0], atol=1e-5, rtol=1e-5)
     if precision == "tf32":

@@ -47,7 +47,7 @@ def eager(x, groups, weight, bias, activation, order):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout"), itertools.product(FLOOR, ("nchw", "nhwc")), ids=str
+    ("dtype", "layout"), list(itertools.product(FLOOR, ("nchw", "nhwc"))), ids=str
 )
 @pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
 def test_against_fp64(shape, groups, dtype, layout):

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fusedconv/types.hpp"
 
@@ -62,10 +63,37 @@ __device__ __forceinline__ float round_to_tf32(float value) {
   return __uint_as_float(bits);
 }
 
-// kCount elements moved together, by accesses of 16 bytes where there are as many.
+// kCount elements moved by accesses as wide as they are together, 16 bytes at most. Going through
+// integers of that width keeps the compiler from splitting an access into its elements.
 template <class T, int kCount>
-struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
-  T values[kCount];
+struct Pack {
+  static constexpr int kBytes = int(sizeof(T)) * kCount;
+  using Word = std::conditional_t<
+      (kBytes >= 16), uint4,
+      std::conditional_t<kBytes == 8, uint2,
+                         std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+  static constexpr int kWords = kBytes / int(sizeof(Word));
+  static_assert(kWords * int(sizeof(Word)) == kBytes, "a power of two of bytes");
+
+  union {
+    T values[kCount];
+    Word words[kWords];
+  };
+
+  __device__ __forceinline__ Pack() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = Word{};
+  }
+  __device__ __forceinline__ static Pack load(T const* source) {
+    Pack result;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) result.words[i] = reinterpret_cast<Word const*>(source)[i];
+    return result;
+  }
+  __device__ __forceinline__ void store(T* target) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(target)[i] = words[i];
+  }
 };
 
 // A scalar of one of the three types, read as float; for small vectors such as weight and bias.

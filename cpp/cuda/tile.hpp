@@ -15,14 +15,34 @@ namespace fusedconv::device {
 
 inline constexpr int kTileThreads = 256;
 
-// kTile x kTile elements, rows of one 4-byte word more than the tile: going through columns then
-// touches each bank at most twice.
+// kChannels rows of kPixels elements, seen as 4-byte words of one or two neighbouring pixels. Runs of
+// 512 bytes along pixels keep DRAM pages open; one word more than a row has lets accesses through
+// columns touch each bank at most twice.
 template <class T>
 struct TransposeTile {
-  static constexpr int kTile = 64;
-  static constexpr int kRow = kTile + 4 / sizeof(T);
-  T values[kTile * kRow];
-  __device__ __forceinline__ T& at(int row, int column) { return values[row * kRow + column]; }
+  static constexpr int kChannels = 64;
+  static constexpr int kPixels = 512 / sizeof(T);
+  static constexpr int kPerWord = 4 / sizeof(T);
+  static constexpr int kRow = kPixels / kPerWord + 1;
+
+  union Word {
+    uint32_t bits;
+    T pixels[kPerWord];
+    __device__ __forceinline__ Word() : bits(0) {}
+  };
+  uint32_t words[kChannels * kRow];
+
+  __device__ __forceinline__ void put(int channel, int word, Word value) {
+    words[channel * kRow + word] = value.bits;
+  }
+  __device__ __forceinline__ Word get(int channel, int word) const {
+    Word result;
+    result.bits = words[channel * kRow + word];
+    return result;
+  }
+  __device__ __forceinline__ T& element(int channel, int pixel) {
+    return reinterpret_cast<T*>(words + channel * kRow)[pixel];
+  }
 };
 
 template <class F>

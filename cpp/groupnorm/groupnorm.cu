@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const head = min(size, misaligned == 0 ? int64_t(0) : kVector - misaligned);
   int64_t const vectors = (size - head) / kVector;
   int64_t const tail = head + vectors * kVector;
-  auto const* const packs = reinterpret_cast<Pack<T, kVector> const*>(source + head);
+  T const* const body = source + head;
 
   Moments running;
   for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
     Pack<T, kVector> loaded[kLoads];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) loaded[j] = packs[i + j * kThreads];
+    for (int j = 0; j < kLoads; ++j) loaded[j] = Pack<T, kVector>::load(body + (i + j * kThreads) * kVector);
     float values[kLoads * kVector];
 #pragma unroll
     for (int j = 0; j < kLoads * kVector; ++j) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
     running.merge(device::moments_of(values));
   }
   for (; i < vectors; i += kThreads) {
-    Pack<T, kVector> const loaded = packs[i];
+    auto const loaded = Pack<T, kVector>::load(body + i * kVector);
     float values[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const row_block = blockIdx.x % row_blocks;
   int const lane = threadIdx.x / map.columns;
   int const column = threadIdx.x % map.columns;
-  int64_t const channel = (int64_t(blockIdx.y) * map.columns + column) * kVector;
+  int const channel = (int(blockIdx.y) * map.columns + column) * kVector;
   bool const active = lane < map.lanes && channel < row_channels;
   int64_t const end = min(pixels, (row_block + 1) * block_rows);
 
@@ -145,8 +145,7 @@ __global__ void __launch_bounds__(kThreads)
       Pack<T, kVector> loaded[kLoads];
 #pragma unroll
       for (int j = 0; j < kLoads; ++j) {
-        loaded[j] = *reinterpret_cast<Pack<T, kVector> const*>(
-            source + (row + j * map.lanes) * row_channels);
+        loaded[j] = Pack<T, kVector>::load(source + (row + j * map.lanes) * row_channels);
       }
       float const weight = Moments::weight_of(running[0].count, float(kLoads));
 #pragma unroll
@@ -160,8 +159,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     for (; row < end; row += map.lanes) {
-      auto const loaded =
-          *reinterpret_cast<Pack<T, kVector> const*>(source + row * row_channels);
+      auto const loaded = Pack<T, kVector>::load(source + row * row_channels);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const x = before<kActivate>(activation, device::to_float(loaded.values[v]));
@@ -193,15 +191,15 @@ __global__ void __launch_bounds__(kThreads)
 // One block per group merges row blocks and the group's channels.
 __global__ void __launch_bounds__(kThreads)
     finalize_channels_last(float2 const* __restrict__ partials, float* __restrict__ mean,
-                           float* __restrict__ rstd, int64_t groups, int64_t channels_per_group,
+                           float* __restrict__ rstd, int groups, int channels_per_group,
                            int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                            float eps) {
   int64_t const sample = blockIdx.x / groups;
-  int64_t const first_channel = blockIdx.x % groups * channels_per_group;
+  int const first_channel = int(blockIdx.x % groups) * channels_per_group;
   Moments running;
-  for (int64_t i = threadIdx.x; i < row_blocks * channels_per_group; i += kThreads) {
+  for (int i = threadIdx.x; i < row_blocks * channels_per_group; i += kThreads) {
     int64_t const row_block = i / channels_per_group;
-    int64_t const channel = first_channel + i % channels_per_group;
+    int const channel = first_channel + i % channels_per_group;
     float2 const partial = partials[(sample * row_blocks + row_block) * row_channels + channel];
     float const count = float(min(block_rows, pixels - row_block * block_rows));
     running.merge({count, partial.x, partial.y});
@@ -218,9 +216,9 @@ struct Affine {
   void const* weight;
   void const* bias;
   DType dtype;
-  int64_t channels;
-  int64_t groups;
-  int64_t channels_per_group;
+  int channels;
+  int groups;
+  int channels_per_group;
   Activation activation_before;
   Activation activation_after;
 };
@@ -233,7 +231,7 @@ struct ChannelAffine {
   float shift = 0.0f;
 
   __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
-                                                     int64_t channel) {
+                                                     int channel) {
     ChannelAffine result;
     if (channel >= affine.channels) return result;
     if (affine.mean != nullptr) {
@@ -264,54 +262,58 @@ template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
-  int64_t const plane = blockIdx.x / splits;
-  int64_t const begin = blockIdx.x % splits * split_size;
+  int const plane = int(blockIdx.x / unsigned(splits));
+  int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   int64_t const size = min(split_size, pixels - begin);
   auto const channel =
       ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-  auto const* const source =
-      reinterpret_cast<Pack<T, kVector> const*>(input + plane * pixels + begin);
-  auto* const target = reinterpret_cast<Pack<U, kVector>*>(output + plane * pixels + begin);
+  T const* const source = input + int64_t(plane) * pixels + begin;
+  U* const target = output + int64_t(plane) * pixels + begin;
   int64_t const vectors = size / kVector;
-  auto const convert = [&](Pack<T, kVector> const& loaded) {
+  auto const store = [&](int64_t vector, Pack<T, kVector> const& loaded) {
     Pack<U, kVector> result;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       result.values[j] = device::from_float<U>(
           normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
     }
-    return result;
+    result.store(target + vector * kVector);
   };
   int64_t i = threadIdx.x;
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
     Pack<T, kVector> loaded[kLoads];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) loaded[j] = source[i + j * kThreads];
+    for (int j = 0; j < kLoads; ++j) {
+      loaded[j] = Pack<T, kVector>::load(source + (i + j * kThreads) * kVector);
+    }
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) target[i + j * kThreads] = convert(loaded[j]);
+    for (int j = 0; j < kLoads; ++j) store(i + j * kThreads, loaded[j]);
   }
-  for (; i < vectors; i += kThreads) target[i] = convert(source[i]);
+  for (; i < vectors; i += kThreads) store(i, Pack<T, kVector>::load(source + i * kVector));
 }
 
 // Small planes: the whole tensor as one run, the channel found for each vector.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_small_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
-                           int64_t pixels, int64_t total) {
-  int64_t const stride = int64_t(gridDim.x) * kThreads * kVector;
-  for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector; i < total;
-       i += stride) {
-    int64_t const plane = i / pixels;
+                           unsigned pixels, unsigned planes) {
+  unsigned const vectors_per_plane = pixels / kVector;
+  int64_t const vectors = int64_t(planes) * vectors_per_plane;
+  for (int64_t v = int64_t(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
+       v += int64_t(gridDim.x) * kThreads) {
+    int64_t const i = v * kVector;
+    int const plane =
+        vectors < (int64_t(1) << 32) ? int(unsigned(v) / vectors_per_plane) : int(v / vectors_per_plane);
     auto const channel =
         ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-    auto const loaded = *reinterpret_cast<Pack<T, kVector> const*>(input + i);
+    auto const loaded = Pack<T, kVector>::load(input + i);
     Pack<U, kVector> result;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       result.values[j] = device::from_float<U>(
           normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
     }
-    *reinterpret_cast<Pack<U, kVector>*>(output + i) = result;
+    result.store(output + i);
   }
 }
 
@@ -324,7 +326,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
   int const lane = threadIdx.x / map.columns;
-  int64_t const channel = (int64_t(blockIdx.y) * map.columns + threadIdx.x % map.columns) * kVector;
+  int const channel = int(blockIdx.y * map.columns + threadIdx.x % map.columns) * kVector;
   if (lane >= map.lanes || channel >= affine.channels) return;
   ChannelAffine channels[kVector];
 #pragma unroll
@@ -340,80 +342,104 @@ __global__ void __launch_bounds__(kThreads)
       result.values[v] = device::from_float<U>(
           normalized<kActivate>(device::to_float(loaded.values[v]), channels[v], affine));
     }
-    *reinterpret_cast<Pack<U, kVector>*>(target + row * affine.channels) = result;
+    result.store(target + row * affine.channels);
   };
   int64_t row = row_block * block_rows + lane;
   for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
     Pack<T, kVector> loaded[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      loaded[j] = *reinterpret_cast<Pack<T, kVector> const*>(
-          source + (row + j * map.lanes) * row_channels);
+      loaded[j] = Pack<T, kVector>::load(source + (row + j * map.lanes) * row_channels);
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) store(row + j * map.lanes, loaded[j]);
   }
   for (; row < end; row += map.lanes) {
-    store(row, *reinterpret_cast<Pack<T, kVector> const*>(source + row * row_channels));
+    store(row, Pack<T, kVector>::load(source + row * row_channels));
   }
 }
 
 // Channels last to channels first:
-// 1. A block reads kTile pixels x kTile channels along channels, 16 bytes at a time.
+// 1. A block reads kPixels rows of kChannels channels, 16 bytes at a time.
 // 2. It normalises in registers and turns the tile in shared memory.
-// 3. It writes along pixels, kVector at a time.
+// 3. It writes runs along pixels, kVector at a time.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(device::kTileThreads)
     normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
-                                int64_t row_channels, int64_t pixels, int64_t pixel_tiles) {
+                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
   using Tile = device::TransposeTile<U>;
-  constexpr int kTile = Tile::kTile;
+  using Word = typename Tile::Word;
+  constexpr int kPerWord = Tile::kPerWord;
   __shared__ Tile tile;
   int64_t const sample = blockIdx.x / pixel_tiles;
-  int64_t const pixel0 = (blockIdx.x % pixel_tiles) * kTile;
-  int64_t const channel0 = int64_t(blockIdx.y) * kTile;
+  int64_t const pixel0 = int64_t(blockIdx.x % pixel_tiles) * Tile::kPixels;
+  int const channel0 = int(blockIdx.y) * Tile::kChannels;
 
   constexpr int kIn = 16 / sizeof(T);
-  constexpr int kInLanes = kTile / kIn;
+  constexpr int kInLanes = Tile::kChannels / kIn;
   static_assert(device::kTileThreads % kInLanes == 0, "a thread keeps its channels");
-  constexpr int kRows = device::kTileThreads / kInLanes;
-  int const channel = (threadIdx.x % kInLanes) * kIn;
+  constexpr int kWordRows = device::kTileThreads / kInLanes;  // rows of words per step
+  constexpr int kSteps = Tile::kPixels / kPerWord / kWordRows;
+  constexpr int kAhead = kSteps < 8 / kPerWord ? kSteps : 8 / kPerWord;  // loads in flight
+  static_assert(kSteps % kAhead == 0, "whole rounds of loads");
+  int const channel = threadIdx.x % kInLanes * kIn;
   int const row0 = threadIdx.x / kInLanes;
   if (channel0 + channel < row_channels) {
     T const* const source = input + (sample * pixels + pixel0) * row_channels + channel0 + channel;
-    Pack<T, kIn> loaded[kTile / kRows];
-#pragma unroll
-    for (int j = 0; j < kTile / kRows; ++j) {
-      int const pixel = row0 + j * kRows;
-      loaded[j] = {};
-      if (pixel0 + pixel < pixels) {
-        loaded[j] = *reinterpret_cast<Pack<T, kIn> const*>(source + pixel * row_channels);
-      }
-    }
+    ChannelAffine constants[kIn];
 #pragma unroll
     for (int v = 0; v < kIn; ++v) {
-      auto const constants = ChannelAffine::of(affine, sample, channel0 + channel + v);
+      constants[v] = ChannelAffine::of(affine, sample, channel0 + channel + v);
+    }
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step += kAhead) {
+      Pack<T, kIn> loaded[kAhead][kPerWord];
 #pragma unroll
-      for (int j = 0; j < kTile / kRows; ++j) {
-        tile.at(channel + v, row0 + j * kRows) = device::from_float<U>(
-            normalized<kActivate>(device::to_float(loaded[j].values[v]), constants, affine));
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) {
+          int const pixel = (row0 + (step + j) * kWordRows) * kPerWord + k;
+          if (pixel0 + pixel < pixels) {
+            loaded[j][k] = Pack<T, kIn>::load(source + pixel * row_channels);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int v = 0; v < kIn; ++v) {
+          Word word;
+#pragma unroll
+          for (int k = 0; k < kPerWord; ++k) {
+            word.pixels[k] = device::from_float<U>(normalized<kActivate>(
+                device::to_float(loaded[j][k].values[v]), constants[v], affine));
+          }
+          tile.put(channel + v, row0 + (step + j) * kWordRows, word);
+        }
       }
     }
   }
   __syncthreads();
 
-  constexpr int kLanes = kTile / kVector;
+  constexpr int kLanes = Tile::kPixels / kVector;
   U* const target = output + (sample * affine.channels + channel0) * pixels + pixel0;
 #pragma unroll 4
-  for (int index = threadIdx.x; index < kTile * kLanes; index += device::kTileThreads) {
+  for (int index = threadIdx.x; index < Tile::kChannels * kLanes; index += device::kTileThreads) {
     int const out_channel = index / kLanes;
-    int const pixel = (index % kLanes) * kVector;
-    if (channel0 + out_channel < affine.channels && pixel0 + pixel < pixels) {
-      Pack<U, kVector> pack;
+    int const pixel = index % kLanes * kVector;
+    if (channel0 + out_channel >= affine.channels || pixel0 + pixel >= pixels) continue;
+    Pack<U, kVector> pack;
+    if constexpr (kVector < kPerWord) {
+      pack.values[0] = tile.element(out_channel, pixel);
+    } else {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) pack.values[i] = tile.at(out_channel, pixel + i);
-      *reinterpret_cast<Pack<U, kVector>*>(target + out_channel * pixels + pixel) = pack;
+      for (int i = 0; i < kVector; i += kPerWord) {
+        Word const word = tile.get(out_channel, (pixel + i) / kPerWord);
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) pack.values[i + k] = word.pixels[k];
+      }
     }
+    pack.store(target + out_channel * pixels + pixel);
   }
 }
 
@@ -492,7 +518,8 @@ void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
   dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
   finalize_channels_last<<<blocks, kThreads, 0, stream>>>(
-      partials, tensors.mean, tensors.rstd, p.groups, p.channels_per_group(), passes.row_channels,
+      partials, tensors.mean, tensors.rstd, int(p.groups), int(p.channels_per_group()),
+      passes.row_channels,
       p.pixels, split.size, split.count, eps);
   FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
 }
@@ -515,12 +542,13 @@ void launch_normalize(Passes const& passes, GroupNormTensors const& tensors, Aff
         normalize_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
             input, output, affine, p.pixels, split.size, split.count);
       } else {
-        int64_t const total = p.batch * p.channels * p.pixels;
-        int64_t const blocks = ceil_div(total, kThreads * vector.value);
+        int64_t const planes = p.batch * p.channels;
+        FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels is ", planes);
+        int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
         dim3 const grid =
             device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
         normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
-            input, output, affine, p.pixels, total);
+            input, output, affine, unsigned(p.pixels), unsigned(planes));
       }
     });
     FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
@@ -537,15 +565,15 @@ void launch_normalize(Passes const& passes, GroupNormTensors const& tensors, Aff
     FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
     return;
   }
-  constexpr int kTile = device::TransposeTile<U>::kTile;
-  int64_t const pixel_tiles = ceil_div(p.pixels, kTile);
+  using Tile = device::TransposeTile<U>;
+  int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
   dim3 const grid = device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles,
-                                         ceil_div(p.channels, kTile));
+                                         ceil_div(p.channels, Tile::kChannels));
   device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
     if constexpr (vector.value * sizeof(U) <= 16) {
       normalize_to_channels_first<T, U, vector.value, kActivate>
           <<<grid, device::kTileThreads, 0, stream>>>(input, output, affine, passes.row_channels,
-                                                      p.pixels, pixel_tiles);
+                                                      p.pixels, unsigned(pixel_tiles));
     }
   });
   FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());
@@ -555,6 +583,7 @@ void check(Passes const& passes) {
   GroupNormProblem const& p = passes.problem;
   FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0,
                   "num_groups is ", p.groups, " for ", p.channels, " channels");
+  FUSEDCONV_CHECK(p.channels <= 0x7fffffff, "channels is ", p.channels);
   FUSEDCONV_CHECK(passes.row_channels >= p.channels, "row_channels is ", passes.row_channels,
                   " for ", p.channels, " channels");
 }
@@ -592,9 +621,9 @@ void normalize(Passes const& passes, GroupNormTensors const& tensors, cudaStream
                       .weight = tensors.weight,
                       .bias = tensors.bias,
                       .dtype = p.affine_dtype,
-                      .channels = p.channels,
-                      .groups = p.groups,
-                      .channels_per_group = p.channels_per_group(),
+                      .channels = int(p.channels),
+                      .groups = int(p.groups),
+                      .channels_per_group = int(p.channels_per_group()),
                       .activation_before = p.activation_before,
                       .activation_after = p.activation_after};
   bool const activate = p.activation_before != Activation::kIdentity ||

@@ -18,48 +18,81 @@ __device__ __forceinline__ T rounded(T value) {
   }
 }
 
-// 1. A block reads a tile of kTile channels x kTile pixels along pixels, kVector at a time.
+// 1. A block reads kChannels runs of kPixels pixels, kVector at a time.
 // 2. The tile turns in shared memory.
-// 3. The block writes it along channels, 16 bytes at a time.
+// 3. The block writes rows of channels, 16 bytes at a time.
 template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
     channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
-                           int64_t padded_channels, int64_t pixels, int64_t pixel_tiles) {
+                           int64_t padded_channels, int64_t pixels, unsigned pixel_tiles) {
   using Tile = device::TransposeTile<T>;
-  constexpr int kTile = Tile::kTile;
+  using Word = typename Tile::Word;
+  constexpr int kPerWord = Tile::kPerWord;
   __shared__ Tile tile;
   int64_t const sample = blockIdx.x / pixel_tiles;
-  int64_t const pixel0 = (blockIdx.x % pixel_tiles) * kTile;
-  int64_t const channel0 = int64_t(blockIdx.y) * kTile;
-  T const* source = input + (sample * channels + channel0) * pixels + pixel0;
+  int64_t const pixel0 = int64_t(blockIdx.x % pixel_tiles) * Tile::kPixels;
+  int64_t const channel0 = int64_t(blockIdx.y) * Tile::kChannels;
+  T const* const source = input + (sample * channels + channel0) * pixels + pixel0;
 
-  constexpr int kLanes = kTile / kVector;
-  for (int index = threadIdx.x; index < kTile * kLanes; index += device::kTileThreads) {
-    int const channel = index / kLanes;
-    int const pixel = (index % kLanes) * kVector;
-    Pack<T, kVector> pack = {};
-    // Vectors do not straddle the border: kVector > 1 only where pixels is a multiple of it.
-    if (channel0 + channel < channels && pixel0 + pixel < pixels) {
-      pack = *reinterpret_cast<Pack<T, kVector> const*>(source + channel * pixels + pixel);
+  constexpr int kLanes = Tile::kPixels / kVector;
+  constexpr int kSteps = Tile::kChannels * kLanes / device::kTileThreads;
+  constexpr int kAhead = 8;  // loads in flight per thread
+  static_assert(kSteps % kAhead == 0, "whole rounds of loads");
+#pragma unroll 1
+  for (int step = 0; step < kSteps; step += kAhead) {
+    Pack<T, kVector> packs[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      int const index = threadIdx.x + (step + j) * device::kTileThreads;
+      int const channel = index / kLanes;
+      int const pixel = index % kLanes * kVector;
+      // Vectors do not straddle the border: kVector > 1 only where pixels is a multiple of it.
+      if (channel0 + channel < channels && pixel0 + pixel < pixels) {
+        packs[j] = Pack<T, kVector>::load(source + channel * pixels + pixel);
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      tile.at(channel, pixel + i) = rounded<T, kRound>(pack.values[i]);
+    for (int j = 0; j < kAhead; ++j) {
+      int const index = threadIdx.x + (step + j) * device::kTileThreads;
+      int const channel = index / kLanes;
+      int const pixel = index % kLanes * kVector;
+      if constexpr (kVector < kPerWord) {
+        tile.element(channel, pixel) = rounded<T, kRound>(packs[j].values[0]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; i += kPerWord) {
+          Word word;
+#pragma unroll
+          for (int k = 0; k < kPerWord; ++k) {
+            word.pixels[k] = rounded<T, kRound>(packs[j].values[i + k]);
+          }
+          tile.put(channel, (pixel + i) / kPerWord, word);
+        }
+      }
     }
   }
   __syncthreads();
 
   constexpr int kOut = 16 / sizeof(T);
-  constexpr int kOutLanes = kTile / kOut;
-  T* target = output + (sample * pixels + pixel0) * padded_channels + channel0;
-  for (int index = threadIdx.x; index < kTile * kOutLanes; index += device::kTileThreads) {
-    int const pixel = index / kOutLanes;
-    int const channel = (index % kOutLanes) * kOut;
-    if (pixel0 + pixel < pixels && channel0 + channel < padded_channels) {
-      Pack<T, kOut> pack;
+  constexpr int kOutLanes = Tile::kChannels / kOut;
+  constexpr int kWordRows = Tile::kPixels / kPerWord;
+  T* const target = output + (sample * pixels + pixel0) * padded_channels + channel0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < kWordRows * kOutLanes; index += device::kTileThreads) {
+    int const word_row = index / kOutLanes;
+    int const channel = index % kOutLanes * kOut;
+    if (channel0 + channel >= padded_channels) continue;
+    Pack<T, kOut> packs[kPerWord];
 #pragma unroll
-      for (int i = 0; i < kOut; ++i) pack.values[i] = tile.at(channel + i, pixel);
-      *reinterpret_cast<Pack<T, kOut>*>(target + pixel * padded_channels + channel) = pack;
+    for (int i = 0; i < kOut; ++i) {
+      Word const word = tile.get(channel + i, word_row);
+#pragma unroll
+      for (int k = 0; k < kPerWord; ++k) packs[k].values[i] = word.pixels[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kPerWord; ++k) {
+      int const pixel = word_row * kPerWord + k;
+      if (pixel0 + pixel < pixels) packs[k].store(target + pixel * padded_channels + channel);
     }
   }
 }
@@ -120,13 +153,13 @@ void launch_to_channels_last(ToChannelsLast const& p, void const* input, void* o
     FUSEDCONV_CUDA("pad_channels", cudaGetLastError());
     return;
   }
-  constexpr int kTile = device::TransposeTile<T>::kTile;
-  int64_t const pixel_tiles = ceil_div(p.pixels, kTile);
+  using Tile = device::TransposeTile<T>;
+  int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
   dim3 const grid = device::checked_grid("channels_first_to_last", p.batch * pixel_tiles,
-                                         ceil_div(p.padded_channels, kTile));
+                                         ceil_div(p.padded_channels, Tile::kChannels));
   device::dispatch_vector<T>(source, p.pixels, [&](auto vector) {
     channels_first_to_last<T, vector.value, kRound><<<grid, device::kTileThreads, 0, stream>>>(
-        source, target, p.channels, p.padded_channels, p.pixels, pixel_tiles);
+        source, target, p.channels, p.padded_channels, p.pixels, unsigned(pixel_tiles));
   });
   FUSEDCONV_CUDA("channels_first_to_last", cudaGetLastError());
 }

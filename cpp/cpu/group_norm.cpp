@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "fusedconv/check.hpp"
@@ -46,11 +47,13 @@
 namespace fusedconv::cpu {
 namespace {
 
-constexpr int64_t kLanes = 128;            // eight registers of 16 floats hide the adder's latency
+constexpr int64_t kVector = 16;            // float32 in the widest register
+constexpr int64_t kLanes = 8 * kVector;    // at least: independent sums hide the adder's latency
+constexpr int64_t kMaxLanes = 2048;        // when channels repeat to fill whole vectors
 constexpr int64_t kBlock = 4096;           // 16 KiB of float32
 constexpr int64_t kBlockRows = 8;          // at least, so that Chan's merge is paid once per 8 rows
 constexpr int64_t kChunk = 16384;          // a task
-constexpr int64_t kChunkRows = 64;         // at least, so that partial moments stay few
+constexpr int64_t kChunkRows = 32;         // at least, so that partial moments stay few
 constexpr int64_t kWavePerThread = 1 << 17;  // input and output of a thread's share: about 1 MiB
 constexpr int64_t kMinPerThread = 8192;    // below, starting a thread costs more than it saves
 
@@ -65,7 +68,9 @@ FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
   // ln 2 in two parts; the first has 17 bits, so that n times it is exact.
   float const r = (bounded - n * 0.693145751953125f) - n * 1.42860677e-6f;
   // (e^r - 1 - r) / r^2 interpolated at the Chebyshev nodes of |r| <= ln(2) / 2.
-  EXPPOLY
+  float const p =
+      0.5f + r * (0.1666657338f +
+                  r * (0.04166655011f + r * (0.008363773874f + r * 0.001392692661f)));
   float const mantissa = 1.0f + (r + r * r * p);
   float const scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
   return x < -87.0f ? 0.0f : mantissa * scale;
@@ -238,6 +243,11 @@ struct Moments {
   double m2 = 0.0;  // the sum of squared deviations
 };
 
+struct Statistics {
+  double mean = 0.0;
+  double rstd = 0.0;
+};
+
 // What one thread needs; made before the parallel region, in which nothing may throw.
 struct Workspace {
   std::vector<float> input, output;              // a block
@@ -254,18 +264,20 @@ class Run {
     groups_ = last_ ? problem.groups : 1;
     units_ = last_ ? problem.batch : problem.batch * problem.groups;
     length_ = last_ ? problem.channels * problem.pixels : problem.group_size();
-    // Small periods repeat, so that a row of lanes fills vector registers.
-    lanes_ = std::min(length_, period_ * ceil_div(kLanes, period_));
+    // Channels repeat until a row of lanes is long enough and, if possible, made of whole vectors.
+    int64_t const repeats = ceil_div(kLanes, period_);
+    int64_t const whole = round_up(repeats, kVector / std::gcd(kVector, period_));
+    lanes_ = std::min(length_, period_ * (period_ * whole <= kMaxLanes ? whole : repeats));
     block_ = lanes_ * std::max(kBlockRows, kBlock / lanes_);
-    int64_t const rows = length_ / period_;
-    int64_t const pieces = ceil_div(rows, std::max(kChunkRows, kChunk / period_));
-    chunk_ = ceil_div(rows, pieces) * period_;
+    int64_t const rows = ceil_div(length_, lanes_);
+    int64_t const pieces = ceil_div(rows, std::max(kChunkRows, kChunk / lanes_));
+    chunk_ = ceil_div(rows, pieces) * lanes_;
     chunks_ = ceil_div(length_, chunk_);
     int64_t const elements = units_ * length_;
     threads_ = std::min({static_cast<int64_t>(threads), units_ * chunks_,
                          ceil_div(elements, kMinPerThread)});
-    wave_ = std::min(units_, round_up(ceil_div(threads_ * kWavePerThread, length_), threads_));
-    if (length_ >= threads_ * kWavePerThread) wave_ = 1;
+    wave_ = threads_ * kWavePerThread / length_;
+    wave_ = wave_ <= 1 ? 1 : std::min(units_, round_up(wave_, threads_));
 
     partial_.resize(wave_ * chunks_ * groups_);
     total_.resize(wave_ * groups_);
@@ -343,7 +355,7 @@ class Run {
       int64_t const rows = count / lanes_;
       if (rows > 0) add(x, rows, lanes_);
       rows_before += rows;
-      // Only the chunk's last block can end within a row: its lanes count one element more.
+      // Only the unit's last block can end within a row: the lanes there count one row more.
       if (count % lanes_ != 0) add(x + rows * lanes_, 1, count % lanes_);
     }
     Moments* const to = &partial_[(unit * chunks_ + chunk) * groups_];
@@ -395,11 +407,6 @@ class Run {
       if (tensors_.rstd != nullptr) tensors_.rstd[index] = static_cast<float>(rstd);
     }
   }
-
-  struct Statistics {
-    double mean = 0.0;
-    double rstd = 0.0;
-  };
 
   struct Affine {
     float mean, scale, shift;

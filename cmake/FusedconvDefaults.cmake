@@ -1,0 +1,68 @@
+# Build type, compilers' launcher, flags and job limits that hold for every target.
+
+get_property(multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
+if(NOT multi_config AND NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, RelWithDebInfo, Debug or MinSizeRel" FORCE)
+endif()
+
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+find_program(FUSEDCONV_CCACHE ccache DOC "Compiler cache; used where found")
+if(FUSEDCONV_CCACHE)
+  foreach(language IN ITEMS CXX CUDA)
+    if(NOT CMAKE_${language}_COMPILER_LAUNCHER)
+      set(CMAKE_${language}_COMPILER_LAUNCHER ${FUSEDCONV_CCACHE})
+    endif()
+  endforeach()
+endif()
+
+# nvcc takes up to 4.3 GB for a unit, so memory as well as processors limits how many run at once.
+cmake_host_system_information(RESULT fusedconv_processors QUERY NUMBER_OF_LOGICAL_CORES)
+cmake_host_system_information(RESULT fusedconv_memory_mib QUERY TOTAL_PHYSICAL_MEMORY)
+math(EXPR fusedconv_nvcc_jobs "${fusedconv_memory_mib} / 4800")
+if(fusedconv_nvcc_jobs GREATER fusedconv_processors)
+  set(fusedconv_nvcc_jobs ${fusedconv_processors})
+endif()
+if(fusedconv_nvcc_jobs LESS 1)
+  set(fusedconv_nvcc_jobs 1)
+endif()
+set(FUSEDCONV_NVCC_JOBS ${fusedconv_nvcc_jobs} CACHE STRING "Units compiled by nvcc at once (Ninja)")
+set_property(GLOBAL APPEND PROPERTY JOB_POOLS fusedconv_nvcc=${FUSEDCONV_NVCC_JOBS})
+
+find_package(OpenMP COMPONENTS CXX)
+
+# Warnings of the host compiler, for C++ and for the host part of CUDA sources.
+function(fusedconv_warnings target)
+  set(flags -Wall -Wextra)
+  if(FUSEDCONV_WERROR)
+    list(APPEND flags -Werror)
+  endif()
+  list(JOIN flags "," joined)
+  target_compile_options(
+    ${target} INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${flags}>"
+                        $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=${joined}>)
+endfunction()
+
+function(fusedconv_summary)
+  if(FUSEDCONV_WITH_CUDA)
+    set(cuda "${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}")
+  else()
+    set(cuda "none: CPU kernels only")
+  endif()
+  message(STATUS "fusedconv ${fusedconv_version}")
+  message(STATUS "  Python         ${Python_EXECUTABLE} ${Python_VERSION}")
+  message(STATUS "  nvcc           ${cuda}")
+  if(FUSEDCONV_WITH_CUDA)
+    message(STATUS "  architectures  ${CMAKE_CUDA_ARCHITECTURES}")
+    message(STATUS "  CUTLASS        ${Cutlass_VERSION} ${Cutlass_INCLUDE_DIR}")
+    message(STATUS "  nvcc jobs      ${FUSEDCONV_NVCC_JOBS}")
+  endif()
+  message(STATUS "  OpenMP         ${OpenMP_CXX_FOUND}")
+  message(STATUS "  build type     ${CMAKE_BUILD_TYPE}")
+endfunction()

@@ -20,8 +20,11 @@ endif()
 find_path(Cutlass_INCLUDE_DIR cutlass/cutlass.h PATHS ${cutlass_roots} NO_DEFAULT_PATH)
 
 if(NOT Cutlass_INCLUDE_DIR)
-  list(JOIN cutlass_roots " or " cutlass_places)
-  message(FATAL_ERROR "cutlass/cutlass.h was not found in ${cutlass_places}. " ${cutlass_remedy})
+  set(cutlass_place "FUSEDCONV_CUTLASS_DIR (${FUSEDCONV_CUTLASS_DIR})")
+  if(NOT FUSEDCONV_CUTLASS_DIR)
+    set(cutlass_place "the packages of ${fusedconv_build_python}")
+  endif()
+  message(FATAL_ERROR "cutlass/cutlass.h was not found in ${cutlass_place}. " ${cutlass_remedy})
 endif()
 
 set(Cutlass_VERSION "")

@@ -13,6 +13,7 @@
 #ifdef FUSEDCONV_WITH_CUDA
 #include "conv/convolution.hpp"
 #include "groupnorm/groupnorm.hpp"
+#include "groupnorm/resident.hpp"
 #include "layout/layout.hpp"
 #include "program/program.hpp"
 #endif
@@ -63,9 +64,8 @@ void bind_cpu(py::module_& m) {
          uintptr_t rstd, int64_t batch, int64_t channels, int64_t pixels, int64_t groups,
          double eps, int layout, int dtype, int affine_dtype, int activation_before,
          int activation_after, int threads) {
-        auto const problem =
-            group_norm_problem(batch, channels, pixels, groups, eps, layout, dtype, affine_dtype,
-                               activation_before, activation_after);
+        auto const problem = group_norm_problem(batch, channels, pixels, groups, eps, layout, dtype,
+                                                affine_dtype, activation_before, activation_after);
         GroupNormTensors const tensors{.input = address<void>(input),
                                        .output = address<void>(output),
                                        .weight = address<void>(weight),
@@ -130,10 +130,17 @@ void bind_cuda(py::module_& m) {
                  row_channels, layout_of("output_layout", output_layout),
                  dtype_of("output_dtype", output_dtype)};
            }),
-           py::kw_only(), py::arg("channels"), py::arg("pixels"), py::arg("groups"),
-           py::arg("eps"), py::arg("layout"), py::arg("dtype"), py::arg("affine_dtype"),
+           py::kw_only(), py::arg("channels"), py::arg("pixels"), py::arg("groups"), py::arg("eps"),
+           py::arg("layout"), py::arg("dtype"), py::arg("affine_dtype"),
            py::arg("activation_before"), py::arg("activation_after"), py::arg("row_channels"),
            py::arg("output_layout"), py::arg("output_dtype"));
+
+  py::class_<groupnorm::ResidentPlan>(m, "GroupNormResidentPlan",
+                                      "How a group stays on chip; obstacle says why it cannot.")
+      .def_readonly("obstacle", &groupnorm::ResidentPlan::obstacle)
+      .def_readonly("threads", &groupnorm::ResidentPlan::threads);
+  m.def("plan_resident", &groupnorm::plan_resident, py::arg("passes"), py::kw_only(),
+        py::arg("batch"), py::arg("aligned"));
 
   py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")
       .def(py::init<int, int64_t, int64_t>(), py::arg("device"), py::arg("batch"), py::arg("chunk"))
@@ -212,6 +219,9 @@ void bind_cuda(py::module_& m) {
            py::arg("mean"), py::arg("rstd"))
       .def("normalize", &Program::normalize, py::arg("passes"), py::kw_only(), py::arg("input"),
            py::arg("mean"), py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("output"))
+      .def("normalize_resident", &Program::normalize_resident, py::arg("plan"), py::arg("passes"),
+           py::kw_only(), py::arg("input"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
+           py::arg("bias"), py::arg("output"))
       .def_property_readonly("workspace_bytes", &Program::workspace_bytes)
       .def_property_readonly("chunk", &Program::chunk)
       .def("run", &Program::run, py::arg("pointers"), py::arg("workspace"), py::arg("stream"),

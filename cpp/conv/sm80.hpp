@@ -162,8 +162,7 @@ struct Sm80Traits {
   static_assert(Tile::kM % Warp::kM == 0 && Tile::kN % Warp::kN == 0, "warps tile the block");
   static_assert(kStages >= 3, "cp.async needs a multistage mainloop");
 
-  using Epilogue =
-      BiasActivation<ElementOutput, 128 / cutlass::sizeof_bits<ElementOutput>::value>;
+  using Epilogue = BiasActivation<ElementOutput, 128 / cutlass::sizeof_bits<ElementOutput>::value>;
   using Layout = std::conditional_t<kDimensions == 2, cutlass::layout::TensorNHWC,
                                     cutlass::layout::TensorNDHWC>;
   using Swizzle = cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<>;
@@ -204,10 +203,10 @@ struct Sm80Traits {
                                               p.lower_padding_h, p.lower_padding_w, 1, 1,
                                               p.dilation_h, p.dilation_w, Mode::kCrossCorrelation);
     } else {
-      return cutlass::conv::Conv3dProblemSize(
-          p.n, p.d, p.h, p.w, p.c, p.k, p.t, p.r, p.s, p.z, p.p, p.q, p.lower_padding_d,
-          p.lower_padding_h, p.lower_padding_w, 1, 1, 1, p.dilation_d, p.dilation_h, p.dilation_w,
-          Mode::kCrossCorrelation);
+      return cutlass::conv::Conv3dProblemSize(p.n, p.d, p.h, p.w, p.c, p.k, p.t, p.r, p.s, p.z, p.p,
+                                              p.q, p.lower_padding_d, p.lower_padding_h,
+                                              p.lower_padding_w, 1, 1, 1, p.dilation_d,
+                                              p.dilation_h, p.dilation_w, Mode::kCrossCorrelation);
     }
   }
 

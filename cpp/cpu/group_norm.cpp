@@ -22,7 +22,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 #include "fusedconv/check.hpp"
@@ -35,12 +38,17 @@
 
 // Inner loops are compiled for several instruction sets, chosen at load time. They must be plain
 // functions, and all that they call must inline, or the clones would share baseline code.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+#if defined(__x86_64__) && !defined(NOCLONES) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     __GNUC__ >= 12
 #define FUSEDCONV_CLONES \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FUSEDCONV_CLONES
+#endif
+#ifdef __clang__
+#define FUSEDCONV_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define FUSEDCONV_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 #define FUSEDCONV_INLINE inline __attribute__((always_inline))
 
@@ -48,10 +56,10 @@ namespace fusedconv::cpu {
 namespace {
 
 constexpr int64_t kVector = 16;            // float32 in the widest register
-constexpr int64_t kLanes = 8 * kVector;    // at least: independent sums hide the adder's latency
+constexpr int64_t kLanes = 4 * kVector;    // at least: independent sums hide the adder's latency
 constexpr int64_t kMaxLanes = 2048;        // when channels repeat to fill whole vectors
-constexpr int64_t kBlock = 4096;           // 16 KiB of float32
-constexpr int64_t kBlockRows = 8;          // at least, so that Chan's merge is paid once per 8 rows
+constexpr int64_t kBlock = 8192;          // 32 KiB of float32
+constexpr int64_t kBlockRows = 16;        // at least: Chan's merge is paid once per block
 constexpr int64_t kChunk = 16384;          // a task
 constexpr int64_t kChunkRows = 32;         // at least, so that partial moments stay few
 constexpr int64_t kWavePerThread = 1 << 17;  // input and output of a thread's share: about 1 MiB
@@ -59,10 +67,22 @@ constexpr int64_t kMinPerThread = 8192;    // below, starting a thread costs mor
 
 // ---- Scalar functions ----
 
+// condition ? a : b. Written with ?:, a computation sinks into the arm that needs it and becomes a
+// branch, as floating-point arithmetic may trap: then only AVX-512 vectorises.
+FUSEDCONV_INLINE uint32_t select(bool condition, uint32_t a, uint32_t b) {
+  uint32_t const mask = 0u - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
+FUSEDCONV_INLINE float select(bool condition, float a, float b) {
+  return std::bit_cast<float>(
+      select(condition, std::bit_cast<uint32_t>(a), std::bit_cast<uint32_t>(b)));
+}
+
 // Relative error 2e-7; 0 below -87, where the result would leave the normal range.
 FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  float const bounded = x < -87.0f ? -87.0f : x;
+  float const bounded = select(x < -87.0f, -87.0f, x);
   float const shifted = bounded * 1.44269504f + kRound;
   float const n = shifted - kRound;
   // ln 2 in two parts; the first has 17 bits, so that n times it is exact.
@@ -73,7 +93,7 @@ FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
                   r * (0.04166655011f + r * (0.008363773874f + r * 0.001392692661f)));
   float const mantissa = 1.0f + (r + r * r * p);
   float const scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
-  return x < -87.0f ? 0.0f : mantissa * scale;
+  return select(x < -87.0f, 0.0f, mantissa * scale);
 }
 
 // x Phi(x), with Phi(-a) = exp(-a^2 / 2) h(a) and h(a) = erfcx(a / sqrt 2) / 2. Unlike 1 + erf(x),
@@ -82,7 +102,7 @@ FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
 // coefficients positive. x * 0 keeps NaN for -inf, as PyTorch has it.
 FUSEDCONV_INLINE float gelu(float x) {
   float const magnitude = std::fabs(x);
-  float const a = magnitude > 14.0f ? 14.0f : magnitude;
+  float const a = select(magnitude > 14.0f, 14.0f, magnitude);
   float const numerator =
       0.500000002445f +
       a * (0.435678692055f +
@@ -93,13 +113,13 @@ FUSEDCONV_INLINE float gelu(float x) {
            a * (1.19445942815f +
                 a * (0.464363417702f + a * (0.100226960492f + a * 0.0100759254296f))));
   float const tail = exp_of_nonpositive(-0.5f * x * x) * (numerator / denominator);
-  return x * (x < 0.0f ? tail : 1.0f - tail);
+  return x * select(x < 0.0f, tail, 1.0f - tail);
 }
 
 // x / (1 + exp(-u)).
 FUSEDCONV_INLINE float times_logistic(float x, float u) {
   float const e = exp_of_nonpositive(-std::fabs(u));
-  return x * ((u < 0.0f ? e : 1.0f) / (1.0f + e));
+  return x * (select(u < 0.0f, e, 1.0f) / (1.0f + e));
 }
 
 FUSEDCONV_INLINE float silu(float x) { return times_logistic(x, x); }
@@ -109,15 +129,15 @@ FUSEDCONV_INLINE float gelu_tanh(float x) {
   return times_logistic(x, 1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
-FUSEDCONV_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays
+FUSEDCONV_INLINE float relu(float x) { return select(x < 0.0f, 0.0f, x); }  // NaN stays
 
 FUSEDCONV_INLINE float from_float16(uint16_t bits) {
   uint32_t const magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
   uint32_t const exponent = magnitude & 0x0f800000u;
-  uint32_t const normal = magnitude + (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0u);
+  uint32_t const normal = magnitude + (112u << 23) + select(exponent == 0x0f800000u, 112u << 23, 0u);
   // A denormal gets an implicit one, which the subtraction of 2^-14 takes off again.
   float const denormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
-  uint32_t const value = exponent == 0u ? std::bit_cast<uint32_t>(denormal) : normal;
+  uint32_t const value = select(exponent == 0u, std::bit_cast<uint32_t>(denormal), normal);
   return std::bit_cast<float>(value | static_cast<uint32_t>(bits & 0x8000u) << 16);
 }
 
@@ -128,9 +148,9 @@ FUSEDCONV_INLINE uint16_t to_float16(float x) {
   // 0.5 has the unit in the last place of a float16 denormal: the addition rounds to it.
   uint32_t const denormal =
       std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-  uint32_t const special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  uint32_t const finite = magnitude < (113u << 23) ? denormal : normal;
-  uint32_t const value = magnitude >= (143u << 23) ? special : finite;
+  uint32_t const special = select(magnitude > 0x7f800000u, 0x7e00u, 0x7c00u);
+  uint32_t const finite = select(magnitude < (113u << 23), denormal, normal);
+  uint32_t const value = select(magnitude >= (143u << 23), special, finite);
   return static_cast<uint16_t>(value | (bits >> 16 & 0x8000u));
 }
 
@@ -142,30 +162,26 @@ FUSEDCONV_INLINE uint16_t to_bfloat16(float x) {
   uint32_t const bits = std::bit_cast<uint32_t>(x);
   uint32_t const rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   uint32_t const nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
-  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+  return static_cast<uint16_t>(select((bits & 0x7fffffffu) > 0x7f800000u, nan, rounded));
 }
 
 // ---- Inner loops ----
 
-#define FUSEDCONV_MAP(name, function, From, To)                                 \
-  FUSEDCONV_CLONES void name(From const* __restrict x, To* __restrict y, int64_t count) { \
-    for (int64_t i = 0; i < count; ++i) y[i] = function(x[i]);                  \
+// x and y may be the same array.
+#define FUSEDCONV_MAP(name, function, From, To)                         \
+  FUSEDCONV_CLONES void name(From const* x, To* y, int64_t count) {     \
+    FUSEDCONV_INDEPENDENT                                               \
+    for (int64_t i = 0; i < count; ++i) y[i] = function(x[i]);          \
   }
 FUSEDCONV_MAP(widen_float16, from_float16, uint16_t, float)
 FUSEDCONV_MAP(widen_bfloat16, from_bfloat16, uint16_t, float)
 FUSEDCONV_MAP(narrow_float16, to_float16, float, uint16_t)
 FUSEDCONV_MAP(narrow_bfloat16, to_bfloat16, float, uint16_t)
+FUSEDCONV_MAP(map_relu, relu, float, float)
+FUSEDCONV_MAP(map_gelu, gelu, float, float)
+FUSEDCONV_MAP(map_gelu_tanh, gelu_tanh, float, float)
+FUSEDCONV_MAP(map_silu, silu, float, float)
 #undef FUSEDCONV_MAP
-
-#define FUSEDCONV_MAP_IN_PLACE(name, function)                  \
-  FUSEDCONV_CLONES void name(float* x, int64_t count) {         \
-    for (int64_t i = 0; i < count; ++i) x[i] = function(x[i]);  \
-  }
-FUSEDCONV_MAP_IN_PLACE(map_relu, relu)
-FUSEDCONV_MAP_IN_PLACE(map_gelu, gelu)
-FUSEDCONV_MAP_IN_PLACE(map_gelu_tanh, gelu_tanh)
-FUSEDCONV_MAP_IN_PLACE(map_silu, silu)
-#undef FUSEDCONV_MAP_IN_PLACE
 
 // Merges a block of [rows, lanes] into the lanes' running moments over `rows_before` rows. Lanes
 // beside `center`, `deviation` and `square` are scratch. `deviation` corrects what rounding left in
@@ -203,24 +219,71 @@ FUSEDCONV_CLONES void add_block(float const* __restrict x, int64_t rows, int64_t
   }
 }
 
-FUSEDCONV_CLONES void apply_affine(float const* __restrict x, float* __restrict y, int64_t count,
-                                   int64_t lanes, float const* __restrict mean,
-                                   float const* __restrict scale, float const* __restrict shift) {
+// Adds up rows * mean over the lanes of a group: runs of `run` lanes from `begin` on, `stride` apart.
+FUSEDCONV_CLONES double sum_of_means(int64_t begin, int64_t end, int64_t stride, int64_t run,
+                                     double const* rows, double const* mean) {
+  double part[8] = {};
+  for (int64_t first = begin; first < end; first += stride) {
+    int64_t lane = first;
+    for (; lane + 8 <= first + run; lane += 8) {
+      for (int k = 0; k < 8; ++k) part[k] += rows[lane + k] * mean[lane + k];
+    }
+    for (; lane < first + run; ++lane) part[0] += rows[lane] * mean[lane];
+  }
+  return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+}
+
+// The same for the sums of squares about `center`.
+FUSEDCONV_CLONES double sum_of_squares(int64_t begin, int64_t end, int64_t stride, int64_t run,
+                                       double const* rows, double const* mean, double const* m2,
+                                       double center) {
+  double part[8] = {};
+  for (int64_t first = begin; first < end; first += stride) {
+    int64_t lane = first;
+    for (; lane + 8 <= first + run; lane += 8) {
+      for (int k = 0; k < 8; ++k) {
+        double const delta = mean[lane + k] - center;
+        part[k] += m2[lane + k] + rows[lane + k] * delta * delta;
+      }
+    }
+    for (; lane < first + run; ++lane) {
+      double const delta = mean[lane] - center;
+      part[0] += m2[lane] + rows[lane] * delta * delta;
+    }
+  }
+  return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+}
+
+// The arrays of mean, scale and shift repeat every `lanes` elements.
+FUSEDCONV_CLONES void apply_to_lanes(float const* x, float* y, int64_t count, int64_t lanes,
+                                     float const* mean, float const* scale, float const* shift) {
   for (int64_t row = 0; row < count; row += lanes) {
     int64_t const end = std::min(lanes, count - row);
-    for (int64_t i = 0; i < end; ++i) {
-      y[row + i] = (x[row + i] - mean[i]) * scale[i] + shift[i];
-    }
+    FUSEDCONV_INDEPENDENT
+    for (int64_t i = 0; i < end; ++i) y[row + i] = (x[row + i] - mean[i]) * scale[i] + shift[i];
   }
 }
 
-void activate(Activation activation, float* x, int64_t count) {
+// Each element of mean, scale and shift serves `pixels` elements, the first of them `skip` fewer.
+FUSEDCONV_CLONES void apply_to_pixels(float const* x, float* y, int64_t count, int64_t pixels,
+                                      int64_t skip, float const* mean, float const* scale,
+                                      float const* shift) {
+  for (int64_t row = -skip; row < count; row += pixels, ++mean, ++scale, ++shift) {
+    float const m = *mean, a = *scale, b = *shift;
+    int64_t const end = std::min(row + pixels, count);
+    FUSEDCONV_INDEPENDENT
+    for (int64_t i = std::max<int64_t>(row, 0); i < end; ++i) y[i] = (x[i] - m) * a + b;
+  }
+}
+
+// x and y may be the same array.
+void activate(Activation activation, float const* x, float* y, int64_t count) {
   switch (activation) {
     case Activation::kIdentity: return;
-    case Activation::kRelu: return map_relu(x, count);
-    case Activation::kGelu: return map_gelu(x, count);
-    case Activation::kGeluTanh: return map_gelu_tanh(x, count);
-    case Activation::kSilu: return map_silu(x, count);
+    case Activation::kRelu: return map_relu(x, y, count);
+    case Activation::kGelu: return map_gelu(x, y, count);
+    case Activation::kGeluTanh: return map_gelu_tanh(x, y, count);
+    case Activation::kSilu: return map_silu(x, y, count);
   }
 }
 
@@ -248,12 +311,41 @@ struct Statistics {
   double rstd = 0.0;
 };
 
+// Uninitialised, aligned so that no vector straddles two cache lines.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t count)
+      : data_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64}))) {}
+  T* get() const { return data_.get(); }
+  T& operator[](int64_t index) const { return data_.get()[index]; }
+
+ private:
+  struct Delete {
+    void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
+  };
+  std::unique_ptr<T, Delete> data_;
+};
+
 // What one thread needs; made before the parallel region, in which nothing may throw.
 struct Workspace {
-  std::vector<float> input, output;              // a block
-  std::vector<float> center, deviation, square;  // lanes
-  std::vector<double> lane_mean, lane_m2;        // lanes
-  std::vector<float> mean, scale, shift;         // lanes of the affine map
+  Workspace(int64_t block, int64_t lanes, int64_t channels)
+      : input(block),
+        output(block),
+        center(lanes),
+        deviation(lanes),
+        square(lanes),
+        lane_mean(lanes),
+        lane_m2(lanes),
+        lane_rows(lanes),
+        mean(channels),
+        scale(channels),
+        shift(channels) {}
+
+  Buffer<float> input, output;
+  Buffer<float> center, deviation, square;
+  Buffer<double> lane_mean, lane_m2, lane_rows;
+  Buffer<float> mean, scale, shift;  // of the affine map
 };
 
 class Run {
@@ -279,6 +371,12 @@ class Run {
     wave_ = threads_ * kWavePerThread / length_;
     wave_ = wave_ <= 1 ? 1 : std::min(units_, round_up(wave_, threads_));
 
+    // What an activation gave is kept: in the output if that is float32, else in a buffer of the
+    // wave. A unit that outgrows the cache is cheaper to activate again.
+    bool const costly = problem.activation_before != Activation::kIdentity;
+    bool const fits = length_ <= threads_ * kWavePerThread;
+    keeps_ = costly && (problem.dtype == DType::kFloat32 || fits);
+    if (keeps_ && problem.dtype != DType::kFloat32) kept_.emplace(wave_ * length_);
     partial_.resize(wave_ * chunks_ * groups_);
     total_.resize(wave_ * groups_);
     weight_.assign(problem.channels, 1.0f);
@@ -289,14 +387,9 @@ class Run {
     if (tensors.bias != nullptr) {
       widen(problem.affine_dtype, tensors.bias, 0, bias_.data(), problem.channels);
     }
-    workspaces_.resize(threads_);
-    for (Workspace& work : workspaces_) {
-      for (auto* buffer : {&work.input, &work.output}) buffer->resize(block_);
-      for (auto* lanes : {&work.center, &work.deviation, &work.square}) lanes->resize(lanes_);
-      for (auto* lanes : {&work.lane_mean, &work.lane_m2}) lanes->resize(lanes_);
-      for (auto* lanes : {&work.mean, &work.scale, &work.shift}) {
-        lanes->resize(last_ ? lanes_ : block_);
-      }
+    workspaces_.reserve(threads_);
+    for (int64_t thread = 0; thread < threads_; ++thread) {
+      workspaces_.emplace_back(block_, lanes_, last_ ? lanes_ : problem.channels_per_group());
     }
   }
 
@@ -327,62 +420,63 @@ class Run {
  private:
   int64_t chunk_end(int64_t chunk) const { return std::min(length_, (chunk + 1) * chunk_); }
 
-  // Elements from `offset` on as activated float32: in place where that is what memory holds.
-  float const* load(int64_t offset, int64_t count, Workspace& work) const {
-    if (problem_.dtype == DType::kFloat32 && problem_.activation_before == Activation::kIdentity) {
-      return static_cast<float const*>(tensors_.input) + offset;
+  // Activated float32 of the input from `offset` on: where the input lies, if it is that, or in `to`.
+  float const* load(int64_t offset, int64_t count, float* to) const {
+    Activation const activation = problem_.activation_before;
+    float const* x = to;
+    if (problem_.dtype == DType::kFloat32) {
+      x = static_cast<float const*>(tensors_.input) + offset;
+      if (activation == Activation::kIdentity) return x;
+    } else {
+      widen(problem_.dtype, tensors_.input, offset, to, count);
     }
-    widen(problem_.dtype, tensors_.input, offset, work.input.data(), count);
-    activate(problem_.activation_before, work.input.data(), count);
-    return work.input.data();
+    activate(activation, x, to, count);
+    return to;
+  }
+
+  // Where activated elements are kept.
+  float* kept(int64_t first, int64_t unit, int64_t offset) const {
+    return kept_ ? kept_->get() + unit * length_ + offset
+                 : static_cast<float*>(tensors_.output) + (first + unit) * length_ + offset;
   }
 
   void take_moments(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
     int64_t const begin = chunk * chunk_;
     int64_t const end = chunk_end(chunk);
     int64_t const base = (first + unit) * length_;
-    std::fill(work.lane_mean.begin(), work.lane_mean.end(), 0.0);
-    std::fill(work.lane_m2.begin(), work.lane_m2.end(), 0.0);
+    std::fill_n(work.lane_mean.get(), lanes_, 0.0);
+    std::fill_n(work.lane_m2.get(), lanes_, 0.0);
     int64_t rows_before = 0;
     auto add = [&](float const* x, int64_t rows, int64_t lanes) {
-      add_block(x, rows, lanes, static_cast<double>(rows_before), work.center.data(),
-                work.deviation.data(), work.square.data(), work.lane_mean.data(),
-                work.lane_m2.data());
+      add_block(x, rows, lanes, static_cast<double>(rows_before), work.center.get(),
+                work.deviation.get(), work.square.get(), work.lane_mean.get(),
+                work.lane_m2.get());
     };
     for (int64_t offset = begin; offset < end; offset += block_) {
       int64_t const count = std::min(block_, end - offset);
-      float const* const x = load(base + offset, count, work);
+      float const* const x =
+          load(base + offset, count, keeps_ ? kept(first, unit, offset) : work.input.get());
       int64_t const rows = count / lanes_;
       if (rows > 0) add(x, rows, lanes_);
       rows_before += rows;
       // Only the unit's last block can end within a row: the lanes there count one row more.
       if (count % lanes_ != 0) add(x + rows * lanes_, 1, count % lanes_);
     }
-    Moments* const to = &partial_[(unit * chunks_ + chunk) * groups_];
+    // The first lanes count one row more when the chunk ends within a row.
+    double* const rows = work.lane_rows.get();
+    int64_t const longer = (end - begin) % lanes_;
+    std::fill_n(rows, longer, static_cast<double>(rows_before + 1));
+    std::fill_n(rows + longer, lanes_ - longer, static_cast<double>(rows_before));
+    // A group's lanes: its channels in each repetition, or all lanes when there is one group.
+    int64_t const stride = groups_ == 1 ? lanes_ : period_;
+    int64_t const run = stride / groups_;
     for (int64_t group = 0; group < groups_; ++group) {
-      to[group] = merge_lanes(group, rows_before, (end - begin) % lanes_, end - begin, work);
+      double const mean = sum_of_means(group * run, lanes_, stride, run, rows, work.lane_mean.get()) /
+                          static_cast<double>((end - begin) / groups_);
+      double const m2 = sum_of_squares(group * run, lanes_, stride, run, rows,
+                                       work.lane_mean.get(), work.lane_m2.get(), mean);
+      partial_[(unit * chunks_ + chunk) * groups_ + group] = {mean, m2};
     }
-  }
-
-  // The moments of a group's lanes; the first `longer` lanes count one row more.
-  Moments merge_lanes(int64_t group, int64_t rows, int64_t longer, int64_t elements,
-                      Workspace const& work) const {
-    int64_t const channels = period_ / groups_;
-    int64_t const used = std::min(lanes_, elements);
-    Moments sum;
-    for (int64_t copy = group * channels; copy < used; copy += period_) {
-      for (int64_t lane = copy; lane < copy + channels; ++lane) {
-        sum.mean += static_cast<double>(rows + (lane < longer)) * work.lane_mean[lane];
-      }
-    }
-    sum.mean /= static_cast<double>(elements / groups_);
-    for (int64_t copy = group * channels; copy < used; copy += period_) {
-      for (int64_t lane = copy; lane < copy + channels; ++lane) {
-        double const delta = work.lane_mean[lane] - sum.mean;
-        sum.m2 += work.lane_m2[lane] + static_cast<double>(rows + (lane < longer)) * delta * delta;
-      }
-    }
-    return sum;
   }
 
   void merge_chunks(int64_t first, int64_t unit) {
@@ -408,62 +502,45 @@ class Run {
     }
   }
 
-  struct Affine {
-    float mean, scale, shift;
-  };
-
-  // What rounding takes off the mean goes into the shift.
-  Affine affine(Statistics const& statistics, int64_t channel) const {
-    float const mean = static_cast<float>(statistics.mean);
-    double const scale = statistics.rstd * weight_[channel];
-    return {mean, static_cast<float>(scale),
-            static_cast<float>(bias_[channel] + (mean - statistics.mean) * scale)};
-  }
-
-  static void fill_lanes(Affine const& value, int64_t from, int64_t count, Workspace& work) {
-    std::fill_n(&work.mean[from], count, value.mean);
-    std::fill_n(&work.scale[from], count, value.scale);
-    std::fill_n(&work.shift[from], count, value.shift);
-  }
-
   void normalise(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
+    int64_t const begin = chunk * chunk_;
     int64_t const end = chunk_end(chunk);
     int64_t const base = (first + unit) * length_;
-    Statistics const* const statistics = &total_[unit * groups_];
-    if (last_) {
-      for (int64_t lane = 0; lane < lanes_; ++lane) {
-        int64_t const channel = lane % period_;
-        fill_lanes(affine(statistics[channel / problem_.channels_per_group()], channel), lane, 1,
-                   work);
-      }
+    int64_t const per_group = problem_.channels_per_group();
+    int64_t const first_channel = last_ ? 0 : (first + unit) % problem_.groups * per_group;
+    int64_t const lane_begin = last_ ? 0 : begin / problem_.pixels;
+    int64_t const lane_end = last_ ? lanes_ : ceil_div(end, problem_.pixels);
+    for (int64_t lane = lane_begin; lane < lane_end; ++lane) {
+      int64_t const channel = last_ ? lane % period_ : lane;
+      Statistics const& group = total_[unit * groups_ + (last_ ? channel / per_group : 0)];
+      float const mean = static_cast<float>(group.mean);
+      double const scale = group.rstd * weight_[first_channel + channel];
+      work.mean[lane] = mean;
+      work.scale[lane] = static_cast<float>(scale);
+      // What rounding took off the mean goes into the shift.
+      work.shift[lane] =
+          static_cast<float>(bias_[first_channel + channel] + (mean - group.mean) * scale);
     }
-    int64_t const first_channel =
-        (first + unit) % problem_.groups * problem_.channels_per_group();
-    int64_t filled = -1;  // the channel that all lanes hold
-    for (int64_t offset = chunk * chunk_; offset < end; offset += block_) {
+    for (int64_t offset = begin; offset < end; offset += block_) {
       int64_t const count = std::min(block_, end - offset);
-      if (!last_) {
-        for (int64_t lane = 0; lane < count;) {
-          int64_t const channel = (offset + lane) / problem_.pixels;
-          int64_t const lanes =
-              std::min(count - lane, (channel + 1) * problem_.pixels - (offset + lane));
-          if (channel != filled) {
-            fill_lanes(affine(*statistics, first_channel + channel), lane, lanes, work);
-          }
-          filled = lanes == block_ || channel == filled ? channel : -1;
-          lane += lanes;
-        }
-      }
-      float const* const x = load(base + offset, count, work);
+      float const* const x =
+          keeps_ ? kept(first, unit, offset) : load(base + offset, count, work.input.get());
       bool const direct = problem_.dtype == DType::kFloat32;
       float* const y =
-          direct ? static_cast<float*>(tensors_.output) + base + offset : work.output.data();
-      apply_affine(x, y, count, last_ ? lanes_ : block_, work.mean.data(), work.scale.data(),
-                   work.shift.data());
-      activate(problem_.activation_after, y, count);
-      uint16_t* const narrow = static_cast<uint16_t*>(tensors_.output) + base + offset;
-      if (problem_.dtype == DType::kFloat16) narrow_float16(y, narrow, count);
-      if (problem_.dtype == DType::kBFloat16) narrow_bfloat16(y, narrow, count);
+          direct ? static_cast<float*>(tensors_.output) + base + offset : work.output.get();
+      if (last_) {
+        apply_to_lanes(x, y, count, lanes_, work.mean.get(), work.scale.get(),
+                       work.shift.get());
+      } else {
+        int64_t const channel = offset / problem_.pixels;
+        apply_to_pixels(x, y, count, problem_.pixels, offset % problem_.pixels,
+                        &work.mean[channel], &work.scale[channel], &work.shift[channel]);
+      }
+      activate(problem_.activation_after, y, y, count);
+      if (direct) continue;
+      uint16_t* const output = static_cast<uint16_t*>(tensors_.output) + base + offset;
+      if (problem_.dtype == DType::kFloat16) narrow_float16(y, output, count);
+      if (problem_.dtype == DType::kBFloat16) narrow_bfloat16(y, output, count);
     }
   }
 
@@ -478,6 +555,8 @@ class Run {
   std::vector<Moments> partial_;    // [wave, chunks, groups]
   std::vector<Statistics> total_;   // [wave, groups]
   std::vector<float> weight_, bias_;
+  bool keeps_;
+  std::optional<Buffer<float>> kept_;  // [wave, length]
   std::vector<Workspace> workspaces_;
 };
 

@@ -81,8 +81,8 @@ void dispatch_vector(void const* pointer, int64_t extent, F&& body) {
 
 inline dim3 checked_grid(char const* kernel, int64_t x, int64_t y = 1) {
   if (x < 1 || x > 0x7fffffff || y < 1 || y > 0xffff) {
-    throw InvalidArgument(detail::join(kernel, ": grid of ", x, " x ", y,
-                                       " blocks exceeds what a launch takes"));
+    throw InvalidArgument(
+        detail::join(kernel, ": grid of ", x, " x ", y, " blocks exceeds what a launch takes"));
   }
   return dim3(unsigned(x), unsigned(y));
 }

@@ -3,6 +3,7 @@
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::groupnorm {
@@ -12,17 +13,8 @@ using device::Moments;
 using device::Pack;
 
 constexpr int kThreads = 256;
-constexpr int kLoads = 4;  // 16-byte loads in flight per thread
+constexpr int kLoads = 4;                   // 16-byte loads in flight per thread
 constexpr int64_t kSplitBytes = 128 << 10;  // of a group, per block of a moments pass
-
-template <bool kActivate>
-__device__ __forceinline__ float before(Activation activation, float x) {
-  if constexpr (kActivate) {
-    return device::activate(activation, x);
-  } else {
-    return x;
-  }
-}
 
 // ---- moments, channels first -------------------------------------------------------------------
 
@@ -58,7 +50,8 @@ __global__ void __launch_bounds__(kThreads)
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
     Pack<T, kVector> loaded[kLoads];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) loaded[j] = Pack<T, kVector>::load(body + (i + j * kThreads) * kVector);
+    for (int j = 0; j < kLoads; ++j)
+      loaded[j] = Pack<T, kVector>::load(body + (i + j * kThreads) * kVector);
     float values[kLoads * kVector];
 #pragma unroll
     for (int j = 0; j < kLoads * kVector; ++j) {
@@ -184,7 +177,8 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const base = (sample * row_blocks + row_block) * row_channels;
   int64_t const slab = int64_t(blockIdx.y) * width;
   for (int i = threadIdx.x; i < width; i += kThreads) {
-    if (slab + i < row_channels) partials[base + slab + i] = make_float2(shared[i].mean, shared[i].m2);
+    if (slab + i < row_channels)
+      partials[base + slab + i] = make_float2(shared[i].mean, shared[i].m2);
   }
 }
 
@@ -210,53 +204,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- normalisation -----------------------------------------------------------------------------
 
-struct Affine {
-  float const* mean;  // null: no normalisation
-  float const* rstd;
-  void const* weight;
-  void const* bias;
-  DType dtype;
-  int channels;
-  int groups;
-  int channels_per_group;
-  Activation activation_before;
-  Activation activation_after;
-};
-
-// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
-// a large mean costs no precision.
-struct ChannelAffine {
-  float mean = 0.0f;
-  float scale = 1.0f;
-  float shift = 0.0f;
-
-  __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
-                                                     int channel) {
-    ChannelAffine result;
-    if (channel >= affine.channels) return result;
-    if (affine.mean != nullptr) {
-      int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
-      result.mean = affine.mean[group];
-      result.scale = affine.rstd[group];
-      if (affine.weight != nullptr) {
-        result.scale *= device::load_as_float(affine.weight, channel, affine.dtype);
-      }
-      if (affine.bias != nullptr) {
-        result.shift = device::load_as_float(affine.bias, channel, affine.dtype);
-      }
-    }
-    return result;
-  }
-};
-
-template <bool kActivate>
-__device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
-                                            Affine const& affine) {
-  x = before<kActivate>(affine.activation_before, x);
-  x = fmaf(x - channel.mean, channel.scale, channel.shift);
-  return before<kActivate>(affine.activation_after, x);
-}
-
 // Block (split, plane): one channel of one sample is contiguous.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
@@ -265,8 +212,7 @@ __global__ void __launch_bounds__(kThreads)
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   int64_t const size = min(split_size, pixels - begin);
-  auto const channel =
-      ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+  auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
   T const* const source = input + int64_t(plane) * pixels + begin;
   U* const target = output + int64_t(plane) * pixels + begin;
   int64_t const vectors = size / kVector;
@@ -302,8 +248,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t v = int64_t(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
        v += int64_t(gridDim.x) * kThreads) {
     int64_t const i = v * kVector;
-    int const plane =
-        vectors < (int64_t(1) << 32) ? int(unsigned(v) / vectors_per_plane) : int(v / vectors_per_plane);
+    int const plane = vectors < (int64_t(1) << 32) ? int(unsigned(v) / vectors_per_plane)
+                                                   : int(v / vectors_per_plane);
     auto const channel =
         ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
     auto const loaded = Pack<T, kVector>::load(input + i);
@@ -496,10 +442,10 @@ void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float
           input, partials, p.group_size(), split.size, split.count, p.activation_before);
     });
     FUSEDCONV_CUDA("moments_channels_first", cudaGetLastError());
-    dim3 const blocks = device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
-    finalize_channels_first<<<blocks, kThreads, 0, stream>>>(partials, tensors.mean, tensors.rstd,
-                                                            groups, p.group_size(), split.size,
-                                                            split.count, eps);
+    dim3 const blocks =
+        device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
+    finalize_channels_first<<<blocks, kThreads, 0, stream>>>(
+        partials, tensors.mean, tensors.rstd, groups, p.group_size(), split.size, split.count, eps);
     FUSEDCONV_CUDA("finalize_channels_first", cudaGetLastError());
     return;
   }
@@ -510,17 +456,16 @@ void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float
         device::checked_grid("moments_channels_last", p.batch * split.count, map.slabs);
     int const shared = map.lanes * map.columns * vector.value * int(sizeof(Moments));
     device::dispatch_bool(activate, [&](auto active) {
-      moments_channels_last<T, vector.value, active.value><<<grid, kThreads, shared, stream>>>(
-          input, partials, passes.row_channels, p.pixels, split.size, split.count, map,
-          p.activation_before);
+      moments_channels_last<T, vector.value, active.value>
+          <<<grid, kThreads, shared, stream>>>(input, partials, passes.row_channels, p.pixels,
+                                               split.size, split.count, map, p.activation_before);
     });
   });
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
   dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
   finalize_channels_last<<<blocks, kThreads, 0, stream>>>(
       partials, tensors.mean, tensors.rstd, int(p.groups), int(p.channels_per_group()),
-      passes.row_channels,
-      p.pixels, split.size, split.count, eps);
+      passes.row_channels, p.pixels, split.size, split.count, eps);
   FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
 }
 
@@ -581,8 +526,8 @@ void launch_normalize(Passes const& passes, GroupNormTensors const& tensors, Aff
 
 void check(Passes const& passes) {
   GroupNormProblem const& p = passes.problem;
-  FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0,
-                  "num_groups is ", p.groups, " for ", p.channels, " channels");
+  FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0, "num_groups is ",
+                  p.groups, " for ", p.channels, " channels");
   FUSEDCONV_CHECK(p.channels <= 0x7fffffff, "channels is ", p.channels);
   FUSEDCONV_CHECK(passes.row_channels >= p.channels, "row_channels is ", passes.row_channels,
                   " for ", p.channels, " channels");
@@ -593,10 +538,9 @@ void check(Passes const& passes) {
 int64_t moments_workspace_bytes(Passes const& passes, int64_t samples) {
   GroupNormProblem const& p = passes.problem;
   int64_t const bytes = size_of(p.dtype);
-  int64_t const partials =
-      p.layout == Layout::kChannelsFirst
-          ? p.groups * split_run(p.group_size(), bytes, 16 / bytes).count
-          : passes.row_channels * split_rows(passes).count;
+  int64_t const partials = p.layout == Layout::kChannelsFirst
+                               ? p.groups * split_run(p.group_size(), bytes, 16 / bytes).count
+                               : passes.row_channels * split_rows(passes).count;
   return samples * partials * int64_t(sizeof(float2));
 }
 
@@ -612,22 +556,13 @@ void moments(Passes const& passes, GroupNormTensors const& tensors, void* worksp
 void normalize(Passes const& passes, GroupNormTensors const& tensors, cudaStream_t stream) {
   check(passes);
   GroupNormProblem const& p = passes.problem;
-  FUSEDCONV_CHECK(p.layout == Layout::kChannelsLast ||
-                      passes.output_layout == Layout::kChannelsFirst,
-                  "normalize: channels-first input with channels-last output");
+  FUSEDCONV_CHECK(
+      p.layout == Layout::kChannelsLast || passes.output_layout == Layout::kChannelsFirst,
+      "normalize: channels-first input with channels-last output");
   if (p.batch == 0 || p.pixels == 0) return;
-  Affine const affine{.mean = tensors.mean,
-                      .rstd = tensors.rstd,
-                      .weight = tensors.weight,
-                      .bias = tensors.bias,
-                      .dtype = p.affine_dtype,
-                      .channels = int(p.channels),
-                      .groups = int(p.groups),
-                      .channels_per_group = int(p.channels_per_group()),
-                      .activation_before = p.activation_before,
-                      .activation_after = p.activation_after};
-  bool const activate = p.activation_before != Activation::kIdentity ||
-                        p.activation_after != Activation::kIdentity;
+  Affine const affine = affine_of(p, tensors);
+  bool const activate =
+      p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     device::dispatch_bool(activate, [&](auto active) {

@@ -127,9 +127,9 @@ __global__ void pack_filter_kernel(PackFilter problem, T const* __restrict__ wei
       int64_t const s = problem.s - 1 - tap % problem.s;
       int64_t const r = problem.r - 1 - tap / problem.s % problem.r;
       int64_t const t = problem.t - 1 - tap / (problem.s * problem.r);
-      value = rounded<T, kRound>(weight[c * problem.stride_c + k * problem.stride_k +
-                                        t * problem.stride_t + r * problem.stride_r +
-                                        s * problem.stride_s]);
+      value = rounded<T, kRound>(
+          weight[c * problem.stride_c + k * problem.stride_k + t * problem.stride_t +
+                 r * problem.stride_r + s * problem.stride_s]);
     }
     filter[i] = value;
   }
@@ -169,9 +169,9 @@ void launch_pack_filter(PackFilter const& p, void const* weight, void const* bia
                         void* packed_bias, cudaStream_t stream) {
   int64_t const total = p.padded_k * p.t * p.r * p.s * p.padded_c;
   int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 4096));
-  pack_filter_kernel<T, kRound><<<blocks, 256, 0, stream>>>(
-      p, static_cast<T const*>(weight), static_cast<T const*>(bias), static_cast<T*>(filter),
-      static_cast<T*>(packed_bias));
+  pack_filter_kernel<T, kRound>
+      <<<blocks, 256, 0, stream>>>(p, static_cast<T const*>(weight), static_cast<T const*>(bias),
+                                   static_cast<T*>(filter), static_cast<T*>(packed_bias));
   FUSEDCONV_CUDA("pack_filter", cudaGetLastError());
 }
 

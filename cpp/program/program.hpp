@@ -10,6 +10,7 @@
 
 #include "conv/convolution.hpp"
 #include "groupnorm/groupnorm.hpp"
+#include "groupnorm/resident.hpp"
 #include "layout/layout.hpp"
 
 namespace fusedconv {
@@ -17,8 +18,8 @@ namespace fusedconv {
 // Where a step finds a tensor: a pointer that the caller passes (slot) or a part of the workspace,
 // and how far it lies on for each further sample of the batch.
 struct Operand {
-  int slot = -1;                // index into run()'s pointers; -1: absent; kWorkspaceSlot: workspace
-  int64_t offset = 0;           // bytes
+  int slot = -1;       // index into run()'s pointers; -1: absent; kWorkspaceSlot: workspace
+  int64_t offset = 0;  // bytes
   int64_t bytes_per_sample = 0;  // 0: the same for every chunk of samples
 };
 
@@ -45,6 +46,10 @@ class Program {
   void moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd);
   void normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
                  Operand weight, Operand bias, Operand output);
+  // One pass; the program must not be cut into chunks.
+  void normalize_resident(groupnorm::ResidentPlan const& plan, groupnorm::Passes const& passes,
+                          Operand input, Operand mean, Operand rstd, Operand weight, Operand bias,
+                          Operand output);
 
   int device() const { return device_; }
   int64_t workspace_bytes() const { return workspace_bytes_; }

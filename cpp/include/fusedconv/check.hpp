@@ -30,21 +30,21 @@ std::string join(Parts const&... parts) {
 }  // namespace fusedconv
 
 // FUSEDCONV_CHECK(condition, "parts", of, "the message"): names what was wrong and where.
-#define FUSEDCONV_CHECK(condition, ...)                                                       \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
-      throw ::fusedconv::InvalidArgument(::fusedconv::detail::join(__VA_ARGS__, " (expected ", \
-                                                                   #condition, ")"));         \
-    }                                                                                         \
+#define FUSEDCONV_CHECK(condition, ...)                                            \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      throw ::fusedconv::InvalidArgument(                                          \
+          ::fusedconv::detail::join(__VA_ARGS__, " (expected ", #condition, ")")); \
+    }                                                                              \
   } while (false)
 
 // FUSEDCONV_CUDA(kernel_name, call): throws when a CUDA status is not success.
-#define FUSEDCONV_CUDA(kernel, ...)                                                            \
-  do {                                                                                         \
-    cudaError_t const fusedconv_status = (__VA_ARGS__);                                        \
-    if (fusedconv_status != cudaSuccess) {                                                     \
-      throw ::fusedconv::KernelFailure(::fusedconv::detail::join(                              \
-          kernel, ": ", cudaGetErrorName(fusedconv_status), " (",                              \
-          cudaGetErrorString(fusedconv_status), ") at ", __FILE__, ":", __LINE__));            \
-    }                                                                                          \
+#define FUSEDCONV_CUDA(kernel, ...)                                                 \
+  do {                                                                              \
+    cudaError_t const fusedconv_status = (__VA_ARGS__);                             \
+    if (fusedconv_status != cudaSuccess) {                                          \
+      throw ::fusedconv::KernelFailure(::fusedconv::detail::join(                   \
+          kernel, ": ", cudaGetErrorName(fusedconv_status), " (",                   \
+          cudaGetErrorString(fusedconv_status), ") at ", __FILE__, ":", __LINE__)); \
+    }                                                                               \
   } while (false)

@@ -1,4 +1,4 @@
-"""GroupNorm alone on CUDA: a moments pass and a normalising pass, activations fused in both."""
+"""GroupNorm alone on CUDA, activations fused: in one pass where a block holds a group, else in two."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from fusedconv import _C
 from fusedconv.kernels.cuda_program import (
     CONTIGUOUS_STEP,
     INPUT,
+    MEAN,
+    NORM_BIAS,
+    NORM_WEIGHT,
+    OUTPUT,
+    RSTD,
     ProgramPlan,
     add_group_norm,
     copy_milliseconds,
+    group_norm_passes,
     supports_cuda,
 )
 from fusedconv.plan import Plan
@@ -22,21 +28,84 @@ def input_layout(problem: Problem) -> str:
     return "nhwc" if problem.layout == "nhwc" else "nchw"
 
 
+def supports_norm_alone(problem: Problem) -> Support:
+    """The conditions that both kernels share."""
+    if problem.conv is not None:
+        return Support.no("normalises only; the problem has a convolution")
+    if problem.norm is None:
+        return Support.no("the problem has no GroupNorm")
+    return supports_cuda(problem)
+
+
+class GroupNormResident(Kernel):
+    """Each element read once: a group stays in registers between moments and normalisation."""
+
+    name = "groupnorm_resident"
+    provider = "groupnorm_cuda"
+
+    def _plan(self, problem: Problem) -> _C.GroupNormResidentPlan:
+        return _C.plan_resident(
+            self._passes(problem),
+            batch=problem.batch,
+            # A copy of a strided input is a fresh, aligned tensor.
+            aligned=problem.aligned or problem.layout == "strided",
+        )
+
+    def _passes(self, problem: Problem) -> _C.GroupNormPasses:
+        return group_norm_passes(
+            problem,
+            layout=input_layout(problem),
+            row_channels=problem.channels,
+            activation_before=problem.activation_before,
+        )
+
+    def supports(self, problem: Problem) -> Support:
+        common = supports_norm_alone(problem)
+        if not common:
+            return common
+        plan = self._plan(problem)
+        return Support.no(plan.obstacle) if plan.obstacle else Support.yes()
+
+    def cost(self, problem: Problem) -> float:
+        passes = 2 if problem.layout != "strided" else 4
+        trip = problem.input_elements * problem.dtype.itemsize
+        return 0.003 + copy_milliseconds(passes * trip, problem.architecture)
+
+    def compile(self, problem: Problem) -> Plan:
+        assert problem.norm is not None
+        sample = problem.channels * math.prod(problem.spatial)
+        program = _C.Program(problem.device_index, problem.batch, 0)
+        statistics = 4 * problem.norm.num_groups
+        absent = _C.Operand()
+        plan = self._plan(problem)
+        program.normalize_resident(
+            plan,
+            self._passes(problem),
+            input=program.tensor(INPUT, sample * problem.dtype.itemsize),
+            mean=program.tensor(MEAN, statistics) if problem.save else absent,
+            rstd=program.tensor(RSTD, statistics) if problem.save else absent,
+            weight=program.tensor(NORM_WEIGHT, 0),
+            bias=program.tensor(NORM_BIAS, 0),
+            output=program.tensor(OUTPUT, sample * problem.output_dtype.itemsize),
+        )
+        steps = [CONTIGUOUS_STEP] if problem.layout == "strided" else []
+        parts = [problem.activation_before, "moments + normalize", problem.activation_after]
+        what = " + ".join(part for part in parts if part != "identity")
+        steps.append(f"{what} in one pass ({plan.threads} threads a group)")
+        return ProgramPlan(self.name, tuple(steps), problem, program, problem.device_index)
+
+
 class GroupNormTwoPass(Kernel):
     name = "groupnorm_two_pass"
     provider = "groupnorm_cuda"
 
     def supports(self, problem: Problem) -> Support:
-        if problem.conv is not None:
-            return Support.no("normalises only; the problem has a convolution")
-        if problem.norm is None:
-            return Support.no("the problem has no GroupNorm")
-        return supports_cuda(problem)
+        return supports_norm_alone(problem)
 
     def cost(self, problem: Problem) -> float:
         passes = 3 if problem.layout != "strided" else 5
         half_trip = problem.input_elements * problem.dtype.itemsize
-        return 0.004 + copy_milliseconds(passes * half_trip, problem.architecture)
+        return 0.009 + copy_milliseconds(passes * half_trip, problem.architecture)
 
     def compile(self, problem: Problem) -> Plan:
         layout = input_layout(problem)
@@ -57,4 +126,5 @@ class GroupNormTwoPass(Kernel):
 
 
 def register(registry: Registry) -> None:
+    registry.register(GroupNormResident())
     registry.register(GroupNormTwoPass())

@@ -1,0 +1,81 @@
+// What every normalising kernel does to one value: activation, affine map of its channel, activation.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/math.hpp"
+#include "fusedconv/groupnorm.hpp"
+
+namespace fusedconv::groupnorm {
+
+// Without kActivate both activations are the identity and cost nothing.
+template <bool kActivate>
+__device__ __forceinline__ float before(Activation activation, float x) {
+  if constexpr (kActivate) {
+    return activation == Activation::kIdentity ? x : device::activate_by_call(activation, x);
+  } else {
+    return x;
+  }
+}
+
+struct Affine {
+  float const* mean;  // null: no normalisation
+  float const* rstd;
+  void const* weight;
+  void const* bias;
+  DType dtype;
+  int channels;
+  int groups;
+  int channels_per_group;
+  Activation activation_before;
+  Activation activation_after;
+};
+
+// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
+// a large mean costs no precision.
+struct ChannelAffine {
+  float mean = 0.0f;
+  float scale = 1.0f;
+  float shift = 0.0f;
+
+  __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
+                                                     int channel) {
+    ChannelAffine result;
+    if (channel >= affine.channels) return result;
+    if (affine.mean != nullptr) {
+      int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
+      result.mean = affine.mean[group];
+      result.scale = affine.rstd[group];
+      if (affine.weight != nullptr) {
+        result.scale *= device::load_as_float(affine.weight, channel, affine.dtype);
+      }
+      if (affine.bias != nullptr) {
+        result.shift = device::load_as_float(affine.bias, channel, affine.dtype);
+      }
+    }
+    return result;
+  }
+};
+
+template <bool kActivate>
+__device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
+                                            Affine const& affine) {
+  x = before<kActivate>(affine.activation_before, x);
+  x = fmaf(x - channel.mean, channel.scale, channel.shift);
+  return before<kActivate>(affine.activation_after, x);
+}
+
+inline Affine affine_of(GroupNormProblem const& p, GroupNormTensors const& tensors) {
+  return Affine{.mean = tensors.mean,
+                .rstd = tensors.rstd,
+                .weight = tensors.weight,
+                .bias = tensors.bias,
+                .dtype = p.affine_dtype,
+                .channels = int(p.channels),
+                .groups = int(p.groups),
+                .channels_per_group = int(p.channels_per_group()),
+                .activation_before = p.activation_before,
+                .activation_after = p.activation_after};
+}
+
+}  // namespace fusedconv::groupnorm

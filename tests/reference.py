@@ -1,0 +1,129 @@
+"""What the tests hold results against: torch's operators, composed, and bounds on errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+#: What an argument ``activation`` may be, and torch's operator for it.
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+ORDERS = ("act_norm", "norm_act")
+CONVOLUTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+#: Added to 1.1 times torch's own error: a rounding or less of the dtype, for results that torch has
+#: exact or nearly so.
+FLOOR = {
+    torch.float64: 1e-14,
+    torch.float32: 4e-8,
+    torch.float16: 1e-5,
+    torch.bfloat16: 1e-4,
+}
+#: The same for gradients of small problems: terms cancel in the sums over a group, so that what two
+#: correct ways round differently shows in every element of the group.
+GRADIENT_FLOOR = {
+    torch.float64: 1e-14,
+    torch.float32: 4e-7,
+    torch.float16: 1e-4,
+    torch.bfloat16: 1e-3,
+}
+
+
+def double(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    order: str = "act_norm",
+) -> Tensor:
+    """The composition of torch's operators that fusedconv.functional.group_norm stands for."""
+    act = ACTIVATIONS[activation]
+    if order == "act_norm":
+        return F.group_norm(act(x), num_groups, weight, bias, eps)
+    return act(F.group_norm(x, num_groups, weight, bias, eps))
+
+
+def conv_transpose_act_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *conv_arguments: object,
+    activation: str | None = None,
+    order: str = "act_norm",
+    num_groups: int | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **conv_keywords: object,
+) -> Tensor:
+    """The composition that fusedconv.functional.conv_transpose_act_norm stands for."""
+    conv = CONVOLUTIONS[weight.dim() - 2]
+    x = conv(x, weight, bias, *conv_arguments, **conv_keywords)
+    if num_groups is None:
+        return ACTIVATIONS[activation](x)
+    return group_norm(x, num_groups, norm_weight, norm_bias, eps, activation, order)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference relative to the expected norm, in fp64."""
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    scale = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return float((actual - expected).norm() / scale)
+
+
+def assert_as_accurate_as_torch(
+    actual: Tensor, torchs: Tensor, exact: Tensor, floor: float | None = None
+) -> None:
+    """Error against ``exact`` (fp64) at most 1.1 times torch's own in the same dtype, plus a floor.
+
+    Also: shape and dtype are torch's, and no value is NaN where the exact one is not.
+    """
+    assert actual.shape == torchs.shape
+    assert actual.dtype == torchs.dtype
+    error, torch_error = relative_error(actual, exact), relative_error(torchs, exact)
+    limit = 1.1 * torch_error + (FLOOR[actual.dtype] if floor is None else floor)
+    assert error <= limit, f"error {error:.3g}, torch's {torch_error:.3g}, limit {limit:.3g}"
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The same values with channels innermost, for any number of spatial axes."""
+    if x.dim() < 3:
+        return x
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    return x.movedim(1, -1).is_contiguous()
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in memory that is neither dense layout: every other element along axis -1."""
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)
+    view = wide[..., ::2]
+    view.copy_(x)
+    return view
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same values, contiguous, at an address that is no multiple of 16 bytes."""
+    memory = torch.full((x.numel() + 16,), torch.nan, dtype=x.dtype)
+    start = next(i for i in range(1, 16) if memory[i:].data_ptr() % 16)
+    view = memory[start : start + x.numel()].view(x.shape)
+    view.copy_(x)
+    assert view.data_ptr() % 16
+    return view

@@ -1,0 +1,174 @@
+"""The example of a third party's kernel: installed by pip, chosen, explained and correct."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(__file__).parents[1] / "examples" / "plugin"
+
+
+def python(*arguments: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with ``path`` in front of what this process imports from."""
+    search = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed the plugin into, from a copy: building writes beside sources."""
+    source = tmp_path_factory.mktemp("source") / "plugin"
+    shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    target = tmp_path_factory.mktemp("site")
+    result = python(
+        "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
+        "--no-build-isolation", "--no-index", "--target", str(target), str(source),
+        path=source,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return target
+
+
+def run(path: Path, code: str, **environment: str) -> str:
+    result = python("-W", "error", "-c", code, path=path, **environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_it_is_chosen_and_explained(installed):
+    text = run(
+        installed,
+        "import torch, fusedconv\n"
+        "fusedconv.explain(fusedconv.GroupNorm(2, 6).double(), torch.ones(2, 6, 5).double())\n",
+    )
+    assert "kernel: example_float64_group_norm (provider example, estimated " in text
+    assert "1. torch.var_mean of each group" in text
+    assert "torch: estimated " in text
+    assert "cpu_group_norm: dtype is float64" in text
+
+
+def test_it_serves_exactly_one_kind_of_problem(installed):
+    text = run(
+        installed,
+        "import torch, fusedconv\n"
+        "from fusedconv import functional as F\n"
+        "x = torch.ones(2, 6, 5, dtype=torch.float64)\n"
+        "w = torch.ones(6, 6, 3, dtype=torch.float64)\n"
+        "for call in (\n"
+        "    lambda: F.group_norm(x.float(), 2),\n"
+        "    lambda: F.group_norm(x, 2, activation='gelu'),\n"
+        "    lambda: F.group_norm(x[:0], 2),\n"
+        "    lambda: F.conv_transpose_act_norm(x, w, num_groups=2),\n"
+        "):\n"
+        "    fusedconv.explain(call)\n",
+    )
+    assert "kernel: example" not in text
+    for reason in (
+        "dtype is torch.float32, only torch.float64 is served",
+        "activation is gelu, only identity is served",
+        "the input is empty",
+        "normalises only; the problem has a convolution",
+    ):
+        assert f"example_float64_group_norm: {reason}" in text
+
+
+def test_it_is_correct_and_differentiable(installed):
+    run(
+        installed,
+        "import torch\n"
+        "from torch.nn import functional as F\n"
+        "from fusedconv.functional import group_norm\n"
+        "from fusedconv.registry import registry\n"
+        "kernel = next(k for k in registry().kernels() if k.provider == 'example')\n"
+        "runs = []\n"
+        "compile = kernel.compile\n"
+        "kernel.compile = lambda problem: (runs.append(problem), compile(problem))[1]\n"
+        "torch.manual_seed(0)\n"
+        "for shape in ((3, 6), (2, 6, 5), (2, 6, 5, 7), (2, 6, 2, 3, 4)):\n"
+        "    x = torch.randn(shape, dtype=torch.float64) * 3 + 1e3\n"
+        "    last = x.movedim(1, -1).contiguous().movedim(-1, 1)\n"
+        "    wide = torch.stack([x, x], -1)[..., 0]\n"
+        "    for weight, bias in ((None, None), (torch.randn(6).double(), torch.randn(6).double()),\n"
+        "                         (None, torch.randn(6).double())):\n"
+        "        expected = F.group_norm(x, 3, weight, bias, 1e-3)\n"
+        "        for place in (x, last, wide):\n"
+        "            actual = group_norm(place, 3, weight, bias, 1e-3)\n"
+        "            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)\n"
+        "            leaf = place.clone().requires_grad_()\n"
+        "            group_norm(leaf, 3, weight, bias, 1e-3).pow(3).sum().backward()\n"
+        "            other = x.clone().requires_grad_()\n"
+        "            F.group_norm(other, 3, weight, bias, 1e-3).pow(3).sum().backward()\n"
+        "            torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-6, atol=1e-6)\n"
+        "assert {p.layout for p in runs} == {'nchw', 'nhwc', 'strided'}\n"
+        "assert {p.save for p in runs} == {True, False}\n",
+    )
+
+
+def test_it_can_be_forced(installed):
+    code = (
+        "import torch, fusedconv\n"
+        "from fusedconv.functional import group_norm\n"
+        "group_norm(torch.ones(2, 6, 5).double(), 2)\n"
+        "try:\n"
+        "    group_norm(torch.ones(2, 6, 5), 2)\n"
+        "except fusedconv.NoKernelError as error:\n"
+        "    print(error)\n"
+    )
+    for name in ("example", "example_float64_group_norm"):
+        text = run(installed, code, FUSEDCONV_KERNEL=name)
+        assert f"no kernel among {name} serves group_norm 2" in text
+        assert "example_float64_group_norm: dtype is torch.float32" in text
+
+
+def test_without_it_torch_serves(tmp_path):
+    text = run(
+        tmp_path,
+        "import torch, fusedconv\n"
+        "fusedconv.explain(fusedconv.GroupNorm(2, 6).double(), torch.ones(2, 6, 5).double())\n",
+    )
+    assert "kernel: torch" in text
+    assert "example" not in text
+
+
+def broken_plugin(folder: Path, module: str, value: str) -> Path:
+    """What pip leaves of a package with one entry point: its module and its metadata."""
+    (folder / "broken_plugin.py").write_text(module)
+    info = folder / "broken_plugin-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[fusedconv.kernels]\nbroken = {value}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("module", "value", "reason"),
+    [
+        ("import no_such_module", "broken_plugin:register", "ModuleNotFoundError"),
+        ("", "broken_plugin:register", "AttributeError"),
+        ("def register(registry): registry.register(1)", "broken_plugin:register", "TypeError"),
+        ("def register(registry): 1 / 0", "broken_plugin:register", "ZeroDivisionError"),
+    ],
+    ids=["import", "no function", "no kernel", "raises"],
+)
+def test_a_broken_plugin_is_named(tmp_path, module, value, reason):
+    text = run(
+        broken_plugin(tmp_path, module, value),
+        "import torch, fusedconv\n"
+        "try:\n"
+        "    fusedconv.GroupNorm(2, 6)(torch.ones(2, 6, 5))\n"
+        "except fusedconv.PluginError as error:\n"
+        "    print(error)\n",
+    )
+    assert f"entry point 'broken' ({value}) of group 'fusedconv.kernels' failed: {reason}" in text

@@ -1,0 +1,275 @@
+"""Problem: frozen and hashable, what it derives, how it reads layouts and torch's precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedconv import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv.problem import conv_fp32_precision, dtype_name, layout_of, resolve_precision
+from reference import CONVOLUTIONS, channels_last, strided
+
+
+def conv_geometry(**changes: object) -> ConvTransposeGeometry:
+    fields = {
+        "in_channels": 4,
+        "out_channels": 6,
+        "kernel_size": (3, 2),
+        "stride": (2, 1),
+        "padding": (1, 0),
+        "output_padding": (1, 0),
+        "dilation": (1, 2),
+        "groups": 2,
+        "bias": True,
+        "weight_strides": (18, 6, 2, 1),
+    }
+    return ConvTransposeGeometry(**{**fields, **changes})
+
+
+def problem(**changes: object) -> Problem:
+    fields = {
+        "device": "cpu",
+        "device_index": 0,
+        "architecture": 0,
+        "multiprocessors": 0,
+        "dtype": torch.float32,
+        "output_dtype": torch.float32,
+        "precision": "fp32",
+        "layout": "nchw",
+        "aligned": True,
+        "batch": 3,
+        "channels": 4,
+        "spatial": (5, 7),
+        "activation": "gelu",
+        "order": "act_norm",
+        "conv": conv_geometry(),
+        "norm": NormGeometry(2, 1e-5, True, True, torch.float32),
+    }
+    return Problem(**{**fields, **changes})
+
+
+def test_frozen_hashable_and_equal_by_value():
+    one, other = problem(), problem()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert len({one, other, problem(save=True), problem(layout="nhwc")}) == 3
+    for value, field in ((one, "batch"), (one.conv, "stride"), (one.norm, "eps")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field, 1)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Problem)])
+def test_every_field_tells_problems_apart(field):
+    other = {
+        "device": "cuda",
+        "dtype": torch.float16,
+        "output_dtype": torch.float16,
+        "precision": "tf32",
+        "layout": "strided",
+        "aligned": False,
+        "spatial": (5, 8),
+        "activation": "relu",
+        "order": "norm_act",
+        "conv": None,
+        "norm": None,
+        "save": True,
+    }.get(field, 99)
+    assert problem(**{field: other}) != problem()
+
+
+def test_activation_stands_before_or_after_the_normalisation():
+    assert problem().activation_before == "gelu"
+    assert problem().activation_after == "identity"
+    assert problem(order="norm_act").activation_before == "identity"
+    assert problem(order="norm_act").activation_after == "gelu"
+    for order in ("act_norm", "norm_act"):
+        alone = problem(order=order, norm=None)
+        assert alone.activation_before == "gelu"
+        assert alone.activation_after == "identity"
+
+
+def test_output_layout_is_channels_last_only_where_the_input_is():
+    assert problem(layout="nhwc").output_layout == "nhwc"
+    assert problem(layout="nchw").output_layout == "nchw"
+    assert problem(layout="strided").output_layout == "nchw"
+
+
+def test_sizes_and_work():
+    one = problem()
+    output = torch.empty(one.batch, one.output_channels, *one.output_spatial)
+    assert one.output_channels == 6
+    assert one.input_elements == 3 * 4 * 5 * 7
+    assert one.output_elements == output.numel()
+    # Each of the 4 input channels feeds 6 / 2 output channels through 3 x 2 taps.
+    assert one.conv_flops == 2 * (3 * 5 * 7) * 4 * (6 // 2) * (3 * 2)
+    assert one.minimal_bytes == 4 * (one.input_elements + one.output_elements)
+    half = problem(dtype=torch.float16, precision="fp16")
+    assert half.minimal_bytes == 2 * one.input_elements + 4 * one.output_elements
+
+    alone = problem(conv=None)
+    assert alone.output_channels == 4
+    assert alone.output_spatial == (5, 7)
+    assert alone.conv_flops == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 6),  # extent
+            st.integers(1, 4),  # kernel
+            st.integers(1, 3),  # stride
+            st.integers(0, 3),  # padding
+            st.integers(0, 2),  # output padding
+            st.integers(1, 3),  # dilation
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_output_extents_are_torchs(axes):
+    axes = [
+        (size, kernel, stride, padding, min(extra, max(stride, dilation) - 1), dilation)
+        for size, kernel, stride, padding, extra, dilation in axes
+    ]
+    sizes, kernel, stride, padding, extra, dilation = map(tuple, zip(*axes, strict=True))
+    geometry = conv_geometry(
+        kernel_size=kernel, stride=stride, padding=padding, output_padding=extra, dilation=dilation
+    )
+    extents = geometry.output_spatial(sizes)
+    if min(extents) < 1:
+        return
+    expected = CONVOLUTIONS[len(axes)](
+        torch.empty(1, 1, *sizes, device="meta"),
+        torch.empty(1, 1, *kernel, device="meta"),
+        None,
+        stride,
+        padding,
+        extra,
+        1,
+        dilation,
+    )
+    assert extents == tuple(expected.shape[2:])
+
+
+def test_text_names_what_matters():
+    text = str(problem(save=True))
+    for part in (
+        "conv_transpose2d 4->6 k3x2 s2x1 p1x0 d1x2 groups 2 +bias -> gelu -> group_norm 2",
+        "3x4x5x7",
+        "float32 (fp32)",
+        "nchw",
+        "cpu",
+        "saving for backward",
+    ):
+        assert part in text
+    assert "group_norm 2 -> gelu" in str(problem(order="norm_act"))
+    plain = problem(conv=conv_geometry(dilation=(1, 1), groups=1, bias=False), norm=None)
+    assert "groups" not in str(plain)
+    assert "bias" not in str(plain)
+    assert "d1x1" not in str(plain)
+    assert "saving" not in str(plain)
+    assert str(problem(conv=None, norm=None, activation="identity")).startswith("identity on ")
+    assert "cuda sm_90" in str(problem(device="cuda", architecture=90))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)], ids=str)
+def test_layout_of_dense_and_strided_tensors(shape):
+    x = torch.empty(shape)
+    assert layout_of(tuple(x.shape), x.stride()) == "nchw"
+    last = channels_last(x)
+    assert layout_of(tuple(last.shape), last.stride()) == ("nhwc" if len(shape) > 2 else "nchw")
+    wide = strided(x)
+    assert layout_of(tuple(wide.shape), wide.stride()) == "strided"
+    expanded = x[:1].expand(shape)
+    assert layout_of(tuple(expanded.shape), expanded.stride()) == "strided"
+
+
+def test_layout_of_torchs_memory_formats():
+    for shape, memory_format in (
+        ((2, 3, 4, 5), torch.channels_last),
+        ((2, 3, 4, 5, 6), torch.channels_last_3d),
+    ):
+        x = torch.empty(shape).contiguous(memory_format=memory_format)
+        assert layout_of(tuple(x.shape), x.stride()) == "nhwc"
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple),
+    order=st.randoms(use_true_random=False),
+)
+def test_layout_of_any_permutation(shape, order):
+    """Dense in an order of axes is nchw or nhwc exactly where torch calls such a view contiguous:
+    axes of extent 1 do not matter."""
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    memory = torch.empty([shape[axis] for axis in axes])
+    x = memory.permute([axes.index(axis) for axis in range(len(shape))])
+    assert tuple(x.shape) == shape
+    expected = "strided"
+    if x.movedim(1, -1).is_contiguous():
+        expected = "nhwc"
+    if x.is_contiguous():
+        expected = "nchw"
+    assert layout_of(shape, x.stride()) == expected
+
+
+def test_layout_ignores_strides_of_single_extents():
+    assert layout_of((1, 3, 1, 5), (7, 5, 99, 1)) == "nchw"
+    assert layout_of((1, 3, 1, 5), (7, 1, 99, 3)) == "nhwc"
+
+
+@pytest.fixture
+def switches():
+    """torch's precision switches, put back afterwards."""
+    older = torch.backends.cudnn.allow_tf32
+    yield torch.backends.cudnn
+    if hasattr(torch.backends.cudnn, "conv"):
+        torch.backends.cudnn.conv.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = older
+
+
+def test_precision_follows_the_older_switch(switches):
+    switches.allow_tf32 = True
+    assert conv_fp32_precision() == "tf32"
+    assert resolve_precision(torch.float32, "cuda", None) == "tf32"
+    switches.allow_tf32 = False
+    assert conv_fp32_precision() == "fp32"
+    assert resolve_precision(torch.float32, "cuda", None) == "fp32"
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="this torch has the older switch only"
+)
+def test_precision_follows_the_newer_switch(switches):
+    for older, newer in itertools.product((True, False), ("tf32", "ieee")):
+        switches.allow_tf32 = older
+        switches.conv.fp32_precision = newer
+        assert conv_fp32_precision() == ("tf32" if newer == "tf32" else "fp32"), (older, newer)
+
+
+def test_precision_argument_overrides_the_switches(switches):
+    for allowed in (True, False):
+        switches.allow_tf32 = allowed
+        assert resolve_precision(torch.float32, "cuda", "fp32") == "fp32"
+        assert resolve_precision(torch.float32, "cuda", "tf32") == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "fp64")],
+)
+def test_precision_of_other_dtypes_is_their_own(dtype, precision):
+    assert resolve_precision(dtype, "cuda", None) == precision
+    assert resolve_precision(dtype, "cpu", precision) == precision
+    with pytest.raises(ValueError, match=rf"precision: got 'tf32'.*{dtype_name(dtype)}.*expected"):
+        resolve_precision(dtype, "cuda", "tf32")
+
+
+def test_processors_compute_float32_in_float32(switches):
+    switches.allow_tf32 = True
+    assert resolve_precision(torch.float32, "cpu", None) == "fp32"

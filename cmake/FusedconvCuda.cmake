@@ -1,6 +1,6 @@
 # Finds nvcc, enables CUDA and defines
 #   FUSEDCONV_WITH_CUDA     whether CUDA kernels are built
-#   fusedconv_cuda_runtime  headers and the static runtime library
+#   fusedconv_cuda_headers  the runtime's headers
 #   fusedconv_device_code   flags for device code
 
 set(nvcc_oldest 12.0)  # the first to know sm_90a and C++20
@@ -95,6 +95,7 @@ if(fusedconv_nvcc)
   set(CMAKE_CUDA_COMPILER ${fusedconv_nvcc})
 endif()
 
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_ARCHITECTURES "")
 foreach(architecture IN LISTS FUSEDCONV_CUDA_ARCHITECTURES)
   # PTX of an architecture with a letter runs nowhere else.
@@ -121,24 +122,16 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS nvcc_oldest)
 endif()
 set(FUSEDCONV_WITH_CUDA TRUE)
 
-# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack.
-unset(FUSEDCONV_CUDART CACHE)
-find_library(
-  FUSEDCONV_CUDART cudart_static
-  HINTS ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} ${CMAKE_CUDA_HOST_IMPLICIT_LINK_DIRECTORIES}
-        ${fusedconv_cuda_package_root}/lib
-  REQUIRED)
-find_package(Threads REQUIRED)
-add_library(fusedconv_cuda_runtime INTERFACE)
-target_include_directories(fusedconv_cuda_runtime SYSTEM
+# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack. CMake
+# itself links the static runtime where a target has CUDA sources.
+add_library(fusedconv_cuda_headers INTERFACE)
+target_include_directories(fusedconv_cuda_headers SYSTEM
                            INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 foreach(folder IN LISTS CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES)
   if(EXISTS ${folder}/cccl)
-    target_include_directories(fusedconv_cuda_runtime SYSTEM INTERFACE ${folder}/cccl)
+    target_include_directories(fusedconv_cuda_headers SYSTEM INTERFACE ${folder}/cccl)
   endif()
 endforeach()
-target_link_libraries(fusedconv_cuda_runtime INTERFACE ${FUSEDCONV_CUDART} Threads::Threads
-                                                       ${CMAKE_DL_LIBS} rt)
 
 add_library(fusedconv_device_code INTERFACE)
 target_compile_options(

@@ -42,7 +42,7 @@ def eager_precision(monkeypatch):
     def switch(precision: str) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
 
-    yield switch
+    return switch
 
 
 def bound(eager_error: float, precision: str) -> float:
@@ -77,9 +77,7 @@ CASES_3D = [
 def test_row_against_fp64(name, monkeypatch, eager_precision):
     kernel = next(k for k in registry().kernels() if k.name == name)
     monkeypatch.setenv("FUSEDCONV_KERNEL", name)
-    precision = next(
-        p for p in PRECISIONS if _serves(kernel, p)
-    )
+    precision = next(p for p in PRECISIONS if _serves(kernel, p))
     eager_precision(precision)
     dtype = DTYPES[precision]
     cases = CASES_2D if kernel.row.dimensions == 2 else CASES_3D
@@ -96,12 +94,20 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
             arguments = dict(padding=padding, dilation=dilation)
             poison()
             actual = conv_transpose_act_norm(
-                x, weight, bias, activation="gelu", precision=precision
-                if dtype is torch.float32 else None, **arguments
+                x,
+                weight,
+                bias,
+                activation="gelu",
+                precision=precision if dtype is torch.float32 else None,
+                **arguments,
             )
             reference = F.gelu(
-                conv(x.double(), weight.double(), None if bias is None else bias.double(),
-                     **arguments)
+                conv(
+                    x.double(),
+                    weight.double(),
+                    None if bias is None else bias.double(),
+                    **arguments,
+                )
             )
             eager = F.gelu(conv(x, weight, bias, **arguments))
             assert actual.shape == reference.shape
@@ -186,8 +192,11 @@ def test_system_forward_and_gradients(name, precision, layout, eager_precision):
     assert (layout == "nhwc") == (not inference.is_contiguous())
     names = ["output", "input", *(n for n, _ in model.named_parameters())]
     for what, a, e, r in zip(
-        ["inference", *names], [inference, *actual], [eager[0], *eager],
-        [reference[0], *reference], strict=True
+        ["inference", *names],
+        [inference, *actual],
+        [eager[0], *eager],
+        [reference[0], *reference],
+        strict=True,
     ):
         assert torch.isfinite(a).all(), what
         error, eager_error = relative_error(a, r), relative_error(e, r)

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
+from test_gpu_conv import _channels_last, poison, relative_error
 from torch.nn import functional as F
 
 import fusedconv
 from fusedconv.functional import group_norm
-from test_gpu_conv import _channels_last, poison, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import CONVOLUTIONS
 from torch.nn import functional as F
 
 from fusedconv import ConvTransposeGeometry
 from fusedconv.lowering import ForwardConv, lower_unit_stride
-from reference import CONVOLUTIONS
 
 
 def geometry(weight, padding, output_padding, dilation, stride=None):
@@ -81,9 +81,7 @@ def test_equals_the_transposed_convolution(axes, batch, channels, out_channels, 
     spatial, kernel, padding, extra, dilation = map(tuple, zip(*axes, strict=True))
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, channels, *spatial, dtype=torch.float64, generator=generator)
-    weight = torch.randn(
-        channels, out_channels, *kernel, dtype=torch.float64, generator=generator
-    )
+    weight = torch.randn(channels, out_channels, *kernel, dtype=torch.float64, generator=generator)
     lowered = lower_unit_stride(geometry(weight, padding, extra, dilation), spatial)
     assert isinstance(lowered, ForwardConv)
     expected = CONVOLUTIONS[len(axes)](x, weight, None, 1, padding, extra, 1, dilation)

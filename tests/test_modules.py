@@ -7,19 +7,8 @@ import io
 import pickle
 
 import pytest
-import torch
-from torch import nn
-
-import fusedconv
 import reference
-from fusedconv import (
-    ConvTransposeActNorm1d,
-    ConvTransposeActNorm2d,
-    ConvTransposeActNorm3d,
-    GroupNorm,
-    functional,
-)
-from fusedconv.models import SYSTEMS
+import torch
 from reference import (
     GRADIENT_FLOOR,
     assert_as_accurate_as_torch,
@@ -28,6 +17,17 @@ from reference import (
     misaligned,
     strided,
 )
+from torch import nn
+
+import fusedconv
+from fusedconv import (
+    ConvTransposeActNorm1d,
+    ConvTransposeActNorm2d,
+    ConvTransposeActNorm3d,
+    GroupNorm,
+    functional,
+)
+from fusedconv.models import SYSTEMS
 
 #: Small arguments and an input for each system: small enough for gradients in moments.
 SMALL = {
@@ -89,7 +89,12 @@ def test_same_seed_same_parameters_and_random_numbers(name):
         (
             "system1",
             ["conv_transpose", "group_norm"],
-            ["conv_transpose.weight", "conv_transpose.bias", "group_norm.weight", "group_norm.bias"],
+            [
+                "conv_transpose.weight",
+                "conv_transpose.bias",
+                "group_norm.weight",
+                "group_norm.bias",
+            ],
         ),
         (
             "system2",
@@ -321,9 +326,13 @@ def test_geometries(channels, out_channels, kernel, keywords, spatial):
     for activation, num_groups in (("gelu", 2), ("silu", None)):
         module = perturbed(
             ConvTransposeActNorm2d(
-                channels, out_channels, kernel, num_groups=num_groups, activation=activation,
+                channels,
+                out_channels,
+                kernel,
+                num_groups=num_groups,
+                activation=activation,
                 **keywords,
-            )  # fmt: skip
+            )
         )
         for x in (torch.randn(3, channels, *spatial), torch.randn(1, channels, *spatial)):
             exact = composition(module, x, torch.float64)

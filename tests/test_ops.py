@@ -5,13 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 import reference
-from fusedconv import ConvTransposeActNorm2d, GroupNorm, functional
-from fusedconv.models import SYSTEMS
+import torch
 from reference import (
     ACTIVATIONS,
     GRADIENT_FLOOR,
@@ -21,6 +16,11 @@ from reference import (
     misaligned,
     strided,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedconv import ConvTransposeActNorm2d, GroupNorm, functional
+from fusedconv.models import SYSTEMS
 
 LAYOUTS = {"nchw": lambda x: x, "nhwc": channels_last, "strided": strided}
 CONV = torch.ops.fusedconv.conv_transpose_act_norm
@@ -170,7 +170,18 @@ def test_opcheck_of_the_backward_of_group_norm(case, needs):
         needs = [needs[0], False, False]
     torch.library.opcheck(
         torch.ops.fusedconv.group_norm_backward,
-        (torch.randn_like(output), x, mean, rstd, weight, bias, num_groups, activation, order, needs),
+        (
+            torch.randn_like(output),
+            x,
+            mean,
+            rstd,
+            weight,
+            bias,
+            num_groups,
+            activation,
+            order,
+            needs,
+        ),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -187,9 +198,21 @@ def test_opcheck_of_the_backward_of_the_convolution(case):
         torch.library.opcheck(
             torch.ops.fusedconv.conv_transpose_act_norm_backward,
             (
-                torch.randn_like(output), x, weight, conv_output, mean, rstd, norm_weight,
-                norm_bias, *conv, activation, order, num_groups, precision or "fp32", needs,
-            ),  # fmt: skip
+                torch.randn_like(output),
+                x,
+                weight,
+                conv_output,
+                mean,
+                rstd,
+                norm_weight,
+                norm_bias,
+                *conv,
+                activation,
+                order,
+                num_groups,
+                precision or "fp32",
+                needs,
+            ),
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -321,7 +344,10 @@ def test_gradients_of_group_norm(activation, order, layout, affine):
         assert_gradients(ours, composed, (x, weight, bias), dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+HALF = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_with_float32_affine_on_half_input(dtype, order):
     """What torch's GroupNorm takes under autocast: low-precision input, float32 parameters."""
@@ -340,6 +366,26 @@ def test_gradients_with_float32_affine_on_half_input(dtype, order):
     results.append([output, *torch.autograd.grad(output, exact, incoming.double())])
     for actual, torchs, true in zip(*results, strict=True):
         assert_as_accurate_as_torch(actual, torchs, true, GRADIENT_FLOOR[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("affine_dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_where_forward_serves(dtype, affine_dtype, order):
+    """Mixtures that torch refuses: where the forward pass serves them, so does the backward."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(2, 6, 5, 7, generator=generator).to(dtype).requires_grad_()
+    affine = [torch.randn(6, generator=generator).to(affine_dtype) for _ in range(2)]
+    leaves = [x, *(tensor.requires_grad_() for tensor in affine)]
+    output = functional.group_norm(x, 3, *affine, activation="gelu", order=order)
+    grads = torch.autograd.grad(output.pow(2).sum(), leaves)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    true = reference.group_norm(exact[0], 3, *exact[1:], activation="gelu", order=order)
+    expected = torch.autograd.grad(true.pow(2).sum(), exact)
+    rounding = max(torch.finfo(dtype).eps, torch.finfo(affine_dtype).eps)
+    for leaf, grad, other in zip(leaves, grads, expected, strict=True):
+        assert grad.dtype == leaf.dtype
+        assert reference.relative_error(grad, other) < 4 * rounding
 
 
 def float64_leaf(*shape):
@@ -378,8 +424,9 @@ def test_gradients_are_computed_for_what_needs_them(needed):
     assert result.requires_grad == any(needed)
     if any(needed):
         result.square().sum().backward()
-    reference.conv_transpose_act_norm(*expected, activation="gelu", num_groups=2).square().sum(
-    ).backward()
+    reference.conv_transpose_act_norm(
+        *expected, activation="gelu", num_groups=2
+    ).square().sum().backward()
     for tensor, other, need in zip(tensors, expected, needed, strict=True):
         assert (tensor.grad is not None) == need
         if need:
@@ -412,7 +459,7 @@ def test_without_saving_backward_says_so():
         output.sum().backward()
 
 
-@pytest.mark.parametrize("target", ["conv", "norm"])
+@pytest.mark.parametrize("target", ["conv", "conv without norm", "norm"])
 def test_double_backward_raises_and_names_the_operator(target):
     """A second derivative must not come out as a silent zero, whichever leaf it is asked of."""
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
@@ -421,6 +468,13 @@ def test_double_backward_raises_and_names_the_operator(target):
     if target == "conv":
         leaves = (x, weight)
         output = functional.conv_transpose_act_norm(x, weight, activation="gelu", num_groups=2)
+    elif target == "conv without norm":
+        # Through the operator, as a kernel of ours serves it: torch serves it here by itself.
+        leaves = (x, weight)
+        output = CONV(
+            x, weight, None, (1, 1), (0, 0), (0, 0), (1, 1), 1, "gelu", "act_norm", 0, None, None,
+            1e-5, None, None, True,
+        )[0]  # fmt: skip
     else:
         leaves = (x, scale)
         output = functional.group_norm(x, 2, scale, activation="gelu")
@@ -512,7 +566,9 @@ def test_compiles_under_autocast(compiled):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's modules that inductor imports
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # of torch's modules that inductor imports
 def test_compiles_with_inductor(compiled):
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -523,7 +579,7 @@ def test_compiles_with_inductor(compiled):
     model = Everything()
     compiled_model = compiled(model, fullgraph=True, backend="inductor")
     x = channels_last(torch.randn(2, 4, 5, 6))
-    # Forward only: each graph costs a call of the C++ compiler; what autograd adds, aot_eager shows.
+    # Forward only, as each graph costs a call of the C++ compiler; aot_eager shows the backward.
     with torch.no_grad():
         torch.testing.assert_close(compiled_model(x), model(x), rtol=1e-5, atol=1e-5)
 

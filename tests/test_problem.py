@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import CONVOLUTIONS, channels_last, strided
 
 from fusedconv import ConvTransposeGeometry, NormGeometry, Problem
 from fusedconv.problem import conv_fp32_precision, dtype_name, layout_of, resolve_precision
-from reference import CONVOLUTIONS, channels_last, strided
 
 
 def conv_geometry(**changes: object) -> ConvTransposeGeometry:

@@ -86,9 +86,7 @@ def filled(*kernels: Kernel) -> Registry:
 
 
 def test_lowest_cost_of_those_that_serve():
-    registry = filled(
-        Toy("slow", 3.0), Toy("cheap", 0.5, refusal="dtype is odd"), Toy("good", 1.0)
-    )
+    registry = filled(Toy("slow", 3.0), Toy("cheap", 0.5, refusal="dtype is odd"), Toy("good", 1.0))
     chosen = registry.select(PROBLEM)
     assert chosen.kernel.name == "good"
     assert chosen.cost == 1.0
@@ -257,7 +255,7 @@ def test_forcing_what_cannot_serve_raises_with_the_reason(force, random):
     with pytest.raises(NoKernelError, match="cpu_group_norm: dtype is float64"):
         functional.group_norm(x, 2)
     force("no_such_kernel")
-    with pytest.raises(NoKernelError, match="FUSEDCONV_KERNEL: no kernel .* no_such_kernel"):
+    with pytest.raises(NoKernelError, match=r"FUSEDCONV_KERNEL: no kernel .* no_such_kernel"):
         functional.group_norm(x, 2)
 
 
@@ -446,7 +444,7 @@ RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 def layer_of(module: str) -> str:
     """fusedconv.kernels.cpu -> kernels; fusedconv -> ""."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def is_type_checking(node: ast.stmt) -> bool:
@@ -500,7 +498,9 @@ def test_imports_point_down_only(module):
         target = layer_of(imported)
         assert target in RANKS, f"{imported} has no place in LAYERS: give it one"
         within = target == layer or RANKS[target] == RANKS[layer]
-        assert within or RANKS[target] > RANKS[layer], f"{module} imports {imported}, which is above"
+        assert within or RANKS[target] > RANKS[layer], (
+            f"{module} imports {imported}, which is above"
+        )
 
 
 def test_the_import_check_sees_imports():

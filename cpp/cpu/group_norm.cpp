@@ -8,8 +8,9 @@
 //      sums deviations and their squares (two passes, the second in cache), and merges into the
 //      lane's running (mean, M2) by Chan's formula. At the end lanes merge into groups.
 //   3. Moments of a unit: the chunks' moments merge in order.
-//   4. Normalise the chunk: widen and activate again, apply the affine map, activate, narrow.
-// Steps 2 to 4 run over a wave of units at a time, so that step 4 finds the input in cache.
+//   4. Normalise the chunk: apply the affine map to the activated elements, activate, narrow.
+// Threads take whole units where those divide evenly, else share the chunks of a wave of units: so
+// few that step 4 finds its input in cache.
 #include "cpu/group_norm.hpp"
 
 #ifdef _OPENMP
@@ -38,7 +39,7 @@
 
 // Inner loops are compiled for several instruction sets, chosen at load time. They must be plain
 // functions, and all that they call must inline, or the clones would share baseline code.
-#if defined(__x86_64__) && !defined(NOCLONES) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     __GNUC__ >= 12
 #define FUSEDCONV_CLONES \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -55,15 +56,16 @@
 namespace fusedconv::cpu {
 namespace {
 
-constexpr int64_t kVector = 16;            // float32 in the widest register
-constexpr int64_t kLanes = 4 * kVector;    // at least: independent sums hide the adder's latency
-constexpr int64_t kMaxLanes = 2048;        // when channels repeat to fill whole vectors
-constexpr int64_t kBlock = 8192;          // 32 KiB of float32
-constexpr int64_t kBlockRows = 16;        // at least: Chan's merge is paid once per block
-constexpr int64_t kChunk = 16384;          // a task
-constexpr int64_t kChunkRows = 32;         // at least, so that partial moments stay few
+constexpr int64_t kVector = 16;              // float32 in the widest register
+constexpr int64_t kLanes = 4 * kVector;      // at least: independent sums hide the adder's latency
+constexpr int64_t kMaxLanes = 2048;          // when channels repeat to fill whole vectors
+constexpr int64_t kBlock = 8192;             // 32 KiB of float32
+constexpr int64_t kBlockRows = 16;           // at least: Chan's merge is paid once per block
+constexpr int64_t kChunk = 16384;            // a task
+constexpr int64_t kChunkRows = 32;           // at least, so that partial moments stay few
 constexpr int64_t kWavePerThread = 1 << 17;  // input and output of a thread's share: about 1 MiB
-constexpr int64_t kMinPerThread = 8192;    // below, starting a thread costs more than it saves
+constexpr int64_t kMaxKept = 1 << 21;        // 8 MiB of float32 for each thread
+constexpr int64_t kMinPerThread = 8192;      // below, starting a thread costs more than it saves
 
 // ---- Scalar functions ----
 
@@ -88,9 +90,8 @@ FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
   // ln 2 in two parts; the first has 17 bits, so that n times it is exact.
   float const r = (bounded - n * 0.693145751953125f) - n * 1.42860677e-6f;
   // (e^r - 1 - r) / r^2 interpolated at the Chebyshev nodes of |r| <= ln(2) / 2.
-  float const p =
-      0.5f + r * (0.1666657338f +
-                  r * (0.04166655011f + r * (0.008363773874f + r * 0.001392692661f)));
+  float const p = 0.5f + r * (0.1666657338f +
+                              r * (0.04166655011f + r * (0.008363773874f + r * 0.001392692661f)));
   float const mantissa = 1.0f + (r + r * r * p);
   float const scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
   return select(x < -87.0f, 0.0f, mantissa * scale);
@@ -104,14 +105,12 @@ FUSEDCONV_INLINE float gelu(float x) {
   float const magnitude = std::fabs(x);
   float const a = select(magnitude > 14.0f, 14.0f, magnitude);
   float const numerator =
-      0.500000002445f +
-      a * (0.435678692055f +
-           a * (0.181300439161f + a * (0.0399818270457f + a * 0.00401976981466f)));
+      0.500000002445f + a * (0.435678692055f + a * (0.181300439161f + a * (0.0399818270457f +
+                                                                           a * 0.00401976981466f)));
   float const denominator =
-      1.0f +
-      a * (1.66924229912f +
-           a * (1.19445942815f +
-                a * (0.464363417702f + a * (0.100226960492f + a * 0.0100759254296f))));
+      1.0f + a * (1.66924229912f +
+                  a * (1.19445942815f +
+                       a * (0.464363417702f + a * (0.100226960492f + a * 0.0100759254296f))));
   float const tail = exp_of_nonpositive(-0.5f * x * x) * (numerator / denominator);
   return x * select(x < 0.0f, tail, 1.0f - tail);
 }
@@ -134,7 +133,8 @@ FUSEDCONV_INLINE float relu(float x) { return select(x < 0.0f, 0.0f, x); }  // N
 FUSEDCONV_INLINE float from_float16(uint16_t bits) {
   uint32_t const magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
   uint32_t const exponent = magnitude & 0x0f800000u;
-  uint32_t const normal = magnitude + (112u << 23) + select(exponent == 0x0f800000u, 112u << 23, 0u);
+  uint32_t const normal =
+      magnitude + (112u << 23) + select(exponent == 0x0f800000u, 112u << 23, 0u);
   // A denormal gets an implicit one, which the subtraction of 2^-14 takes off again.
   float const denormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   uint32_t const value = select(exponent == 0u, std::bit_cast<uint32_t>(denormal), normal);
@@ -168,10 +168,10 @@ FUSEDCONV_INLINE uint16_t to_bfloat16(float x) {
 // ---- Inner loops ----
 
 // x and y may be the same array.
-#define FUSEDCONV_MAP(name, function, From, To)                         \
-  FUSEDCONV_CLONES void name(From const* x, To* y, int64_t count) {     \
-    FUSEDCONV_INDEPENDENT                                               \
-    for (int64_t i = 0; i < count; ++i) y[i] = function(x[i]);          \
+#define FUSEDCONV_MAP(name, function, From, To)                     \
+  FUSEDCONV_CLONES void name(From const* x, To* y, int64_t count) { \
+    FUSEDCONV_INDEPENDENT                                           \
+    for (int64_t i = 0; i < count; ++i) y[i] = function(x[i]);      \
   }
 FUSEDCONV_MAP(widen_float16, from_float16, uint16_t, float)
 FUSEDCONV_MAP(widen_bfloat16, from_bfloat16, uint16_t, float)
@@ -219,39 +219,40 @@ FUSEDCONV_CLONES void add_block(float const* __restrict x, int64_t rows, int64_t
   }
 }
 
-// Adds up rows * mean over the lanes of a group: runs of `run` lanes from `begin` on, `stride` apart.
-FUSEDCONV_CLONES double sum_of_means(int64_t begin, int64_t end, int64_t stride, int64_t run,
-                                     double const* rows, double const* mean) {
-  double part[8] = {};
-  for (int64_t first = begin; first < end; first += stride) {
-    int64_t lane = first;
-    for (; lane + 8 <= first + run; lane += 8) {
-      for (int k = 0; k < 8; ++k) part[k] += rows[lane + k] * mean[lane + k];
-    }
-    for (; lane < first + run; ++lane) part[0] += rows[lane] * mean[lane];
-  }
+struct Moments {
+  double mean = 0.0;
+  double m2 = 0.0;  // the sum of squared deviations
+};
+
+FUSEDCONV_INLINE double total(double const (&part)[8]) {
   return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
 }
 
-// The same for the sums of squares about `center`.
-FUSEDCONV_CLONES double sum_of_squares(int64_t begin, int64_t end, int64_t stride, int64_t run,
-                                       double const* rows, double const* mean, double const* m2,
-                                       double center) {
-  double part[8] = {};
+// The moments of a group of `elements`, whose lanes are runs of `run` from `begin` on, `stride`
+// apart. A lane has the moments of rows[lane] elements.
+FUSEDCONV_CLONES Moments merge_lanes(int64_t begin, int64_t end, int64_t stride, int64_t run,
+                                     int64_t elements, double const* rows, double const* mean,
+                                     double const* m2) {
+  double sum[8] = {}, square[8] = {};
   for (int64_t first = begin; first < end; first += stride) {
     int64_t lane = first;
     for (; lane + 8 <= first + run; lane += 8) {
-      for (int k = 0; k < 8; ++k) {
-        double const delta = mean[lane + k] - center;
-        part[k] += m2[lane + k] + rows[lane + k] * delta * delta;
-      }
+      for (int k = 0; k < 8; ++k) sum[k] += rows[lane + k] * mean[lane + k];
     }
-    for (; lane < first + run; ++lane) {
-      double const delta = mean[lane] - center;
-      part[0] += m2[lane] + rows[lane] * delta * delta;
-    }
+    for (; lane < first + run; ++lane) sum[0] += rows[lane] * mean[lane];
   }
-  return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+  double const center = total(sum) / static_cast<double>(elements);
+  auto const about_center = [=](int64_t lane) __attribute__((always_inline)) {
+    return m2[lane] + rows[lane] * (mean[lane] - center) * (mean[lane] - center);
+  };
+  for (int64_t first = begin; first < end; first += stride) {
+    int64_t lane = first;
+    for (; lane + 8 <= first + run; lane += 8) {
+      for (int k = 0; k < 8; ++k) square[k] += about_center(lane + k);
+    }
+    for (; lane < first + run; ++lane) square[0] += about_center(lane);
+  }
+  return {center, total(square)};
 }
 
 // The arrays of mean, scale and shift repeat every `lanes` elements.
@@ -301,11 +302,6 @@ void widen(DType dtype, void const* base, int64_t offset, float* to, int64_t cou
 
 // ---- The problem, cut up ----
 
-struct Moments {
-  double mean = 0.0;
-  double m2 = 0.0;  // the sum of squared deviations
-};
-
 struct Statistics {
   double mean = 0.0;
   double rstd = 0.0;
@@ -329,23 +325,11 @@ class Buffer {
 
 // What one thread needs; made before the parallel region, in which nothing may throw.
 struct Workspace {
-  Workspace(int64_t block, int64_t lanes, int64_t channels)
-      : input(block),
-        output(block),
-        center(lanes),
-        deviation(lanes),
-        square(lanes),
-        lane_mean(lanes),
-        lane_m2(lanes),
-        lane_rows(lanes),
-        mean(channels),
-        scale(channels),
-        shift(channels) {}
-
-  Buffer<float> input, output;
-  Buffer<float> center, deviation, square;
-  Buffer<double> lane_mean, lane_m2, lane_rows;
-  Buffer<float> mean, scale, shift;  // of the affine map
+  int64_t block, lanes, channels;
+  Buffer<float> input{block}, output{block};
+  Buffer<float> center{lanes}, deviation{lanes}, square{lanes};
+  Buffer<double> lane_mean{lanes}, lane_m2{lanes}, lane_rows{lanes};
+  Buffer<float> mean{channels}, scale{channels}, shift{channels};  // of the affine map
 };
 
 class Run {
@@ -366,61 +350,75 @@ class Run {
     chunk_ = ceil_div(rows, pieces) * lanes_;
     chunks_ = ceil_div(length_, chunk_);
     int64_t const elements = units_ * length_;
-    threads_ = std::min({static_cast<int64_t>(threads), units_ * chunks_,
-                         ceil_div(elements, kMinPerThread)});
-    wave_ = threads_ * kWavePerThread / length_;
-    wave_ = wave_ <= 1 ? 1 : std::min(units_, round_up(wave_, threads_));
+    threads_ = std::min(
+        {static_cast<int64_t>(threads), units_ * chunks_, ceil_div(elements, kMinPerThread)});
+    whole_ = units_ % threads_ == 0 || units_ >= 8 * threads_;
+    int64_t const wave = threads_ * kWavePerThread / length_;
+    slots_ = whole_ ? threads_ : std::clamp<int64_t>(wave, 1, units_);
 
-    // What an activation gave is kept: in the output if that is float32, else in a buffer of the
-    // wave. A unit that outgrows the cache is cheaper to activate again.
-    bool const costly = problem.activation_before != Activation::kIdentity;
-    bool const fits = length_ <= threads_ * kWavePerThread;
-    keeps_ = costly && (problem.dtype == DType::kFloat32 || fits);
-    if (keeps_ && problem.dtype != DType::kFloat32) kept_.emplace(wave_ * length_);
-    partial_.resize(wave_ * chunks_ * groups_);
-    total_.resize(wave_ * groups_);
-    weight_.assign(problem.channels, 1.0f);
-    bias_.assign(problem.channels, 0.0f);
-    if (tensors.weight != nullptr) {
-      widen(problem.affine_dtype, tensors.weight, 0, weight_.data(), problem.channels);
-    }
-    if (tensors.bias != nullptr) {
-      widen(problem.affine_dtype, tensors.bias, 0, bias_.data(), problem.channels);
-    }
+    // What an activation gave is kept: in the output if that is float32, else in a buffer. A large
+    // unit is cheaper to activate again.
+    bool const wide = problem.dtype == DType::kFloat32;
+    bool const fits = slots_ * length_ <= threads_ * kMaxKept;
+    keeps_ = problem.activation_before != Activation::kIdentity && (wide || fits);
+    if (keeps_ && !wide) kept_.emplace(slots_ * length_);
+    partial_.resize(slots_ * chunks_ * groups_);
+    total_.resize(slots_ * groups_);
+    read_affine(tensors.weight, weight_);
+    read_affine(tensors.bias, bias_);
     workspaces_.reserve(threads_);
     for (int64_t thread = 0; thread < threads_; ++thread) {
-      workspaces_.emplace_back(block_, lanes_, last_ ? lanes_ : problem.channels_per_group());
+      workspaces_.push_back({block_, lanes_, last_ ? lanes_ : problem.channels_per_group()});
     }
   }
 
   void run() {
     FUSEDCONV_OMP(omp parallel num_threads(static_cast<int>(threads_))) {
 #ifdef _OPENMP
-      Workspace& work = workspaces_[omp_get_thread_num()];
+      int64_t const thread = omp_get_thread_num();
 #else
-      Workspace& work = workspaces_[0];
+      int64_t const thread = 0;
 #endif
-      for (int64_t first = 0; first < units_; first += wave_) {
-        int64_t const units = std::min(wave_, units_ - first);
-        // Both static loops over tasks give a thread the same chunks: its cache holds the second's.
-        FUSEDCONV_OMP(omp for schedule(static))
-        for (int64_t task = 0; task < units * chunks_; ++task) {
-          take_moments(first, task / chunks_, task % chunks_, work);
-        }
-        FUSEDCONV_OMP(omp for schedule(static))
-        for (int64_t unit = 0; unit < units; ++unit) merge_chunks(first, unit);
-        FUSEDCONV_OMP(omp for schedule(static))
-        for (int64_t task = 0; task < units * chunks_; ++task) {
-          normalise(first, task / chunks_, task % chunks_, work);
-        }
-      }
+      whole_ ? run_units(thread) : run_waves(thread);
     }
   }
 
  private:
+  void run_units(int64_t thread) {
+    FUSEDCONV_OMP(omp for schedule(static))
+    for (int64_t unit = 0; unit < units_; ++unit) {
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) take_moments(unit, thread, chunk, thread);
+      merge_chunks(unit, thread);
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) normalise(unit, thread, chunk, thread);
+    }
+  }
+
+  void run_waves(int64_t thread) {
+    for (int64_t first = 0; first < units_; first += slots_) {
+      int64_t const units = std::min(slots_, units_ - first);
+      // Both static loops over tasks give a thread the same chunks: its cache holds the second's.
+      FUSEDCONV_OMP(omp for schedule(static))
+      for (int64_t task = 0; task < units * chunks_; ++task) {
+        int64_t const slot = task / chunks_;
+        take_moments(first + slot, slot, task % chunks_, thread);
+      }
+      FUSEDCONV_OMP(omp for schedule(static))
+      for (int64_t slot = 0; slot < units; ++slot) merge_chunks(first + slot, slot);
+      FUSEDCONV_OMP(omp for schedule(static))
+      for (int64_t task = 0; task < units * chunks_; ++task) {
+        int64_t const slot = task / chunks_;
+        normalise(first + slot, slot, task % chunks_, thread);
+      }
+    }
+  }
+
+  void read_affine(void const* from, std::vector<float>& to) const {
+    if (from != nullptr) widen(problem_.affine_dtype, from, 0, to.data(), problem_.channels);
+  }
+
   int64_t chunk_end(int64_t chunk) const { return std::min(length_, (chunk + 1) * chunk_); }
 
-  // Activated float32 of the input from `offset` on: where the input lies, if it is that, or in `to`.
+  // The input from `offset` on, as activated float32: where it lies, if it is that, else in `to`.
   float const* load(int64_t offset, int64_t count, float* to) const {
     Activation const activation = problem_.activation_before;
     float const* x = to;
@@ -435,34 +433,33 @@ class Run {
   }
 
   // Where activated elements are kept.
-  float* kept(int64_t first, int64_t unit, int64_t offset) const {
-    return kept_ ? kept_->get() + unit * length_ + offset
-                 : static_cast<float*>(tensors_.output) + (first + unit) * length_ + offset;
+  float* kept(int64_t unit, int64_t slot, int64_t offset) const {
+    return kept_ ? kept_->get() + slot * length_ + offset
+                 : static_cast<float*>(tensors_.output) + unit * length_ + offset;
   }
 
-  void take_moments(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
+  void take_moments(int64_t unit, int64_t slot, int64_t chunk, int64_t thread) {
+    Workspace const& work = workspaces_[thread];
     int64_t const begin = chunk * chunk_;
     int64_t const end = chunk_end(chunk);
-    int64_t const base = (first + unit) * length_;
+    int64_t const base = unit * length_;
     std::fill_n(work.lane_mean.get(), lanes_, 0.0);
     std::fill_n(work.lane_m2.get(), lanes_, 0.0);
     int64_t rows_before = 0;
     auto add = [&](float const* x, int64_t rows, int64_t lanes) {
       add_block(x, rows, lanes, static_cast<double>(rows_before), work.center.get(),
-                work.deviation.get(), work.square.get(), work.lane_mean.get(),
-                work.lane_m2.get());
+                work.deviation.get(), work.square.get(), work.lane_mean.get(), work.lane_m2.get());
     };
     for (int64_t offset = begin; offset < end; offset += block_) {
       int64_t const count = std::min(block_, end - offset);
       float const* const x =
-          load(base + offset, count, keeps_ ? kept(first, unit, offset) : work.input.get());
+          load(base + offset, count, keeps_ ? kept(unit, slot, offset) : work.input.get());
       int64_t const rows = count / lanes_;
       if (rows > 0) add(x, rows, lanes_);
       rows_before += rows;
-      // Only the unit's last block can end within a row: the lanes there count one row more.
+      // Only the unit's last block can end within a row: the first lanes count one row more.
       if (count % lanes_ != 0) add(x + rows * lanes_, 1, count % lanes_);
     }
-    // The first lanes count one row more when the chunk ends within a row.
     double* const rows = work.lane_rows.get();
     int64_t const longer = (end - begin) % lanes_;
     std::fill_n(rows, longer, static_cast<double>(rows_before + 1));
@@ -471,17 +468,15 @@ class Run {
     int64_t const stride = groups_ == 1 ? lanes_ : period_;
     int64_t const run = stride / groups_;
     for (int64_t group = 0; group < groups_; ++group) {
-      double const mean = sum_of_means(group * run, lanes_, stride, run, rows, work.lane_mean.get()) /
-                          static_cast<double>((end - begin) / groups_);
-      double const m2 = sum_of_squares(group * run, lanes_, stride, run, rows,
-                                       work.lane_mean.get(), work.lane_m2.get(), mean);
-      partial_[(unit * chunks_ + chunk) * groups_ + group] = {mean, m2};
+      partial_[(slot * chunks_ + chunk) * groups_ + group] =
+          merge_lanes(group * run, lanes_, stride, run, (end - begin) / groups_, rows,
+                      work.lane_mean.get(), work.lane_m2.get());
     }
   }
 
-  void merge_chunks(int64_t first, int64_t unit) {
+  void merge_chunks(int64_t unit, int64_t slot) {
     for (int64_t group = 0; group < groups_; ++group) {
-      Moments const* const from = &partial_[unit * chunks_ * groups_ + group];
+      Moments const* const from = &partial_[slot * chunks_ * groups_ + group];
       Moments sum;
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
         double const elements = static_cast<double>(chunk_end(chunk) - chunk * chunk_);
@@ -494,25 +489,27 @@ class Run {
         sum.m2 += from[chunk * groups_].m2 + elements * delta * delta;
       }
       double const variance = sum.m2 * static_cast<double>(groups_) / static_cast<double>(length_);
-      double const rstd = 1.0 / std::sqrt(variance + problem_.eps);
-      total_[unit * groups_ + group] = {sum.mean, rstd};
-      int64_t const index = (first + unit) * groups_ + group;
+      // Rounding may leave a constant group a variance just below zero.
+      double const rstd = 1.0 / std::sqrt((variance < 0.0 ? 0.0 : variance) + problem_.eps);
+      total_[slot * groups_ + group] = {sum.mean, rstd};
+      int64_t const index = unit * groups_ + group;
       if (tensors_.mean != nullptr) tensors_.mean[index] = static_cast<float>(sum.mean);
       if (tensors_.rstd != nullptr) tensors_.rstd[index] = static_cast<float>(rstd);
     }
   }
 
-  void normalise(int64_t first, int64_t unit, int64_t chunk, Workspace& work) {
+  void normalise(int64_t unit, int64_t slot, int64_t chunk, int64_t thread) {
+    Workspace const& work = workspaces_[thread];
     int64_t const begin = chunk * chunk_;
     int64_t const end = chunk_end(chunk);
-    int64_t const base = (first + unit) * length_;
+    int64_t const base = unit * length_;
     int64_t const per_group = problem_.channels_per_group();
-    int64_t const first_channel = last_ ? 0 : (first + unit) % problem_.groups * per_group;
+    int64_t const first_channel = last_ ? 0 : unit % problem_.groups * per_group;
     int64_t const lane_begin = last_ ? 0 : begin / problem_.pixels;
     int64_t const lane_end = last_ ? lanes_ : ceil_div(end, problem_.pixels);
     for (int64_t lane = lane_begin; lane < lane_end; ++lane) {
       int64_t const channel = last_ ? lane % period_ : lane;
-      Statistics const& group = total_[unit * groups_ + (last_ ? channel / per_group : 0)];
+      Statistics const& group = total_[slot * groups_ + (last_ ? channel / per_group : 0)];
       float const mean = static_cast<float>(group.mean);
       double const scale = group.rstd * weight_[first_channel + channel];
       work.mean[lane] = mean;
@@ -524,17 +521,16 @@ class Run {
     for (int64_t offset = begin; offset < end; offset += block_) {
       int64_t const count = std::min(block_, end - offset);
       float const* const x =
-          keeps_ ? kept(first, unit, offset) : load(base + offset, count, work.input.get());
+          keeps_ ? kept(unit, slot, offset) : load(base + offset, count, work.input.get());
       bool const direct = problem_.dtype == DType::kFloat32;
       float* const y =
           direct ? static_cast<float*>(tensors_.output) + base + offset : work.output.get();
       if (last_) {
-        apply_to_lanes(x, y, count, lanes_, work.mean.get(), work.scale.get(),
-                       work.shift.get());
+        apply_to_lanes(x, y, count, lanes_, work.mean.get(), work.scale.get(), work.shift.get());
       } else {
         int64_t const channel = offset / problem_.pixels;
-        apply_to_pixels(x, y, count, problem_.pixels, offset % problem_.pixels,
-                        &work.mean[channel], &work.scale[channel], &work.shift[channel]);
+        apply_to_pixels(x, y, count, problem_.pixels, offset % problem_.pixels, &work.mean[channel],
+                        &work.scale[channel], &work.shift[channel]);
       }
       activate(problem_.activation_after, y, y, count);
       if (direct) continue;
@@ -546,17 +542,19 @@ class Run {
 
   GroupNormProblem const& problem_;
   GroupNormTensors const& tensors_;
+  std::vector<float> weight_ = std::vector<float>(problem_.channels, 1.0f);
+  std::vector<float> bias_ = std::vector<float>(problem_.channels, 0.0f);
   bool last_;
-  int64_t period_, groups_;         // channels and groups that interleave in a unit
-  int64_t units_, length_;          // units, elements of each
-  int64_t lanes_, block_;           // elements of a row, of a block
-  int64_t chunk_, chunks_;          // elements of a chunk, chunks of a unit
-  int64_t threads_, wave_;          // threads, units of a wave
-  std::vector<Moments> partial_;    // [wave, chunks, groups]
-  std::vector<Statistics> total_;   // [wave, groups]
-  std::vector<float> weight_, bias_;
-  bool keeps_;
-  std::optional<Buffer<float>> kept_;  // [wave, length]
+  int64_t period_, groups_;            // channels and groups that interleave in a unit
+  int64_t units_, length_;             // units, elements of each
+  int64_t lanes_, block_;              // elements of a row, of a block
+  int64_t chunk_, chunks_;             // elements of a chunk, chunks of a unit
+  int64_t threads_, slots_;            // threads, units in hand at a time
+  std::vector<Moments> partial_;       // [slots, chunks, groups]
+  std::vector<Statistics> total_;      // [slots, groups]
+  bool whole_;                         // threads take whole units
+  bool keeps_;                         // step 2 keeps what it activated for step 4
+  std::optional<Buffer<float>> kept_;  // [slots, length]
   std::vector<Workspace> workspaces_;
 };
 
@@ -570,6 +568,14 @@ void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors
   FUSEDCONV_CHECK(problem.groups >= 1, "groups is ", problem.groups);
   FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels is ", problem.channels,
                   ", which groups = ", problem.groups, " does not divide");
+  for (DType const dtype : {problem.dtype, problem.affine_dtype}) {
+    FUSEDCONV_CHECK(dtype >= DType::kFloat32 && dtype <= DType::kBFloat16, "dtype code is ",
+                    static_cast<int>(dtype));
+  }
+  for (Activation const activation : {problem.activation_before, problem.activation_after}) {
+    FUSEDCONV_CHECK(activation >= Activation::kIdentity && activation <= Activation::kSilu,
+                    "activation code is ", static_cast<int>(activation));
+  }
   FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps is ", problem.eps);
   bool const empty = problem.batch == 0 || problem.channels == 0 || problem.pixels == 0;
   if (empty) {

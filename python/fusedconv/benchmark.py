@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import json
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,10 @@ class Clock:
         last.synchronize()
         return first.elapsed_time(last), host * 1e6
 
-    def measure(self, calls: list[Callable[[], object]]) -> tuple[list[float], float]:
+    def measure(self, calls: Sequence[Callable[[], object]]) -> tuple[list[float], float]:
         """Times of repeated calls taken in turn, and the median host time."""
-        for call in (calls * 3)[: max(3, len(calls))]:
-            self.once(call)
+        for index in range(max(3, len(calls))):
+            self.once(calls[index % len(calls)])
         times: list[float] = []
         hosts: list[float] = []
         start = time.perf_counter()
@@ -147,7 +148,6 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     times, _ = clock.measure([lambda: target.copy_(source)])
     rates = {"copy": 2 * source.nbytes / statistics.median(times) * 1e3}
-    del source, target
     size = 8192
     allowed = torch.backends.cuda.matmul.allow_tf32
     for precision, dtype in DTYPES.items():
@@ -160,7 +160,12 @@ def measured_rates(device: torch.device) -> dict[str, float]:
 
 
 def floor_ms(
-    flops: int, input_bytes: int, output_bytes: int, precision: str, pass_: str, rates: dict[str, float]
+    flops: int,
+    input_bytes: int,
+    output_bytes: int,
+    precision: str,
+    pass_: str,
+    rates: dict[str, float],
 ) -> float | None:
     """The module's docstring gives the formula."""
     if not rates:
@@ -261,7 +266,7 @@ def measure_cell(
         model.zero_grad(set_to_none=True)
         _poison(output_bytes, device)
         result["error_fp64"] = sample_error(original, inputs[0], run(inputs[0]))
-        calls = [lambda x=x: run(x) for x in inputs]  # type: ignore[misc]
+        calls = [functools.partial(run, x) for x in inputs]
         times, host = clock.measure(calls)
         # The same model with other weights, changed behind autograd's version counter too.
         with torch.no_grad():
@@ -363,7 +368,8 @@ def run(
                     if parameter.dim() == 1:
                         nn.init.uniform_(parameter, -1.0, 1.0)
                 form = memory_format(len(shape), layout)
-                original = original.to(device, DTYPES[precision], memory_format=form)
+                original = original.to(device, DTYPES[precision])
+                original = original.to(memory_format=form)  # type: ignore[call-overload]
                 x = torch.rand(shape, device=device).to(DTYPES[precision], memory_format=form)
                 copies = min(8, max(2, -(-_L2_BYTES // x.nbytes)))
                 inputs = [x, *(torch.rand_like(x) for _ in range(copies - 1))]

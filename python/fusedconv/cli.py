@@ -57,7 +57,7 @@ def info() -> None:
     else:
         table.add_row(
             "CUDA kernels",
-            "not compiled: no nvcc was found at build time; `make nvcc` or a CUDA toolkit brings it",
+            "not compiled: no nvcc at build time; `make nvcc` or a CUDA toolkit brings one",
         )
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -181,7 +181,9 @@ def explain(
     click.echo(str(explain_problem(problem)))
 
 
-def _demo_input(shape: tuple[int, ...], small: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _demo_input(
+    shape: tuple[int, ...], small: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
     """The full size where the device holds it about six times over; else fewer samples of it."""
     if device.type != "cuda":
         return torch.rand(small)

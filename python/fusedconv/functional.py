@@ -40,16 +40,23 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _tuple(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def _tuple(name: str, value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     if isinstance(value, tuple):
         return value
-    return (value,) * axes if isinstance(value, int) else tuple(value)
+    if isinstance(value, int):
+        return (value,) * axes
+    if isinstance(value, Sequence):
+        return tuple(value)
+    raise TypeError(f"{name}: got {value!r}, expected an integer or a sequence of them")
 
 
-def _check_tensors(**tensors: object) -> None:
-    for name, tensor in tensors.items():
+def _check_tensors(required: dict[str, object], optional: dict[str, object]) -> None:
+    for name, tensor in required.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected torch.Tensor")
+    for name, tensor in optional.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected torch.Tensor or None")
 
 
 def conv_transpose_act_norm(
@@ -82,7 +89,10 @@ def conv_transpose_act_norm(
 
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
-    _check_tensors(input=input, weight=weight)
+    _check_tensors(
+        {"input": input, "weight": weight},
+        {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias},
+    )
     axes = weight.dim() - 2
     if num_groups is None and (norm_weight is not None or norm_bias is not None):
         raise ValueError("norm_weight, norm_bias: got tensors, expected None where num_groups is")
@@ -95,27 +105,29 @@ def conv_transpose_act_norm(
         )  # fmt: skip
         return batched.squeeze(0)
 
+    geometry = (
+        _tuple("stride", stride, axes),
+        _tuple("padding", padding, axes),
+        _tuple("output_padding", output_padding, axes),
+        _tuple("dilation", dilation, axes),
+    )
     output_dtype: torch.dtype | None = None
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
-        if device != "cuda":
-            return _composite_under_autocast(
-                input, weight, bias, _tuple(stride, axes), _tuple(padding, axes),
-                _tuple(output_padding, axes), groups, _tuple(dilation, axes), activation, order,
-                num_groups, norm_weight, norm_bias, eps,
-            )  # fmt: skip
-        # What autocast does to eager's operators: the convolution in the low precision, GroupNorm
-        # in float32.
+        # What autocast does to eager's operators: the convolution in the low precision and, on
+        # CUDA, GroupNorm in float32.
         low = torch.get_autocast_dtype(device)
         input, weight = input.to(low), weight.to(low)
         bias = None if bias is None else bias.to(low)
+        if device != "cuda":
+            return _composite_under_autocast(
+                input, weight, bias, *geometry, groups, activation, order, num_groups, norm_weight,
+                norm_bias, eps,
+            )  # fmt: skip
         output_dtype = torch.float32 if num_groups is not None else None
 
     arguments = (
-        _tuple(stride, axes),
-        _tuple(padding, axes),
-        _tuple(output_padding, axes),
-        _tuple(dilation, axes),
+        *geometry,
         groups,
         "identity" if activation is None else activation,
         order,
@@ -149,8 +161,8 @@ def _composite_under_autocast(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     output_padding: tuple[int, ...],
-    groups: int,
     dilation: tuple[int, ...],
+    groups: int,
     activation: str | None,
     order: str,
     num_groups: int | None,
@@ -191,7 +203,7 @@ def group_norm(
     y = (x - mean) / sqrt(variance + eps) * weight + bias, statistics per sample and group with the
     biased variance (Wu and He, 2018). Raises ValueError or TypeError naming the argument.
     """
-    _check_tensors(input=input)
+    _check_tensors({"input": input}, {"weight": weight, "bias": bias})
     if num_groups < 1:
         raise ValueError(f"num_groups: got {num_groups}, expected a positive integer")
     output_dtype: torch.dtype | None = None

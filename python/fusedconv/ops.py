@@ -17,11 +17,11 @@ from fusedconv.kernels import torch_reference
 from fusedconv.plan import Plan, cached, plan_for
 from fusedconv.problem import (
     ACTIVATIONS,
+    DTYPE_CODES,
     ORDERS,
     ConvTransposeGeometry,
     NormGeometry,
     Problem,
-    dtype_name,
     layout_of,
     resolve_precision,
 )
@@ -62,7 +62,9 @@ def _check_input(input: Tensor) -> None:
 
 def _check_choice(activation: str, order: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(
+            f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}"
+        )
     if order not in ORDERS:
         raise ValueError(f"order: got {order!r}, expected one of {', '.join(ORDERS)}")
 
@@ -74,6 +76,7 @@ def _norm_geometry(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    names: tuple[str, str],
 ) -> NormGeometry:
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
@@ -81,16 +84,21 @@ def _norm_geometry(
         )
     if not math.isfinite(eps):
         raise ValueError(f"eps: got {eps}, expected a finite number")
-    _check_tensor("norm_weight", weight, input, (channels,))
-    _check_tensor("norm_bias", bias, input, (channels,))
-    dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
-    if len(dtypes) > 1:
+    allowed = {input.dtype} if input.dtype == torch.float64 else set(DTYPE_CODES)
+    for name, tensor in zip(names, (weight, bias), strict=True):
+        _check_tensor(name, tensor, input, (channels,))
+        if tensor is not None and tensor.dtype not in allowed:
+            raise TypeError(
+                f"{name}: got dtype {tensor.dtype}, expected "
+                f"{' or '.join(sorted(map(str, allowed)))} for input of {input.dtype}"
+            )
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise TypeError(
-            f"norm_bias: got dtype {bias.dtype if bias is not None else None}, expected "
-            f"{weight.dtype if weight is not None else None} as norm_weight's"
+            f"{names[1]}: got dtype {bias.dtype}, expected {weight.dtype} as {names[0]}'s"
         )
+    dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
     return NormGeometry(
-        num_groups, eps, weight is not None, bias is not None, dtypes.pop() if dtypes else None
+        num_groups, eps, weight is not None, bias is not None, dtypes[0] if dtypes else None
     )
 
 
@@ -139,7 +147,8 @@ def _conv_geometry(
         ("output_padding", output_padding, 0),
         ("dilation", dilation, 1),
     ):
-        if len(values) != axes or min(values) < least:
+        integers = all(isinstance(value, int) for value in values)
+        if len(values) != axes or not integers or min(values) < least:
             raise ValueError(f"{name}: got {values}, expected {axes} integers of at least {least}")
     for extra, step, dilated in zip(output_padding, stride, dilation, strict=True):
         if extra >= max(step, dilated):
@@ -235,6 +244,8 @@ def conv_plan(
     save: bool,
 ) -> Plan:
     """The plan of a call; arguments are validated when their combination is seen first."""
+    if input.layout is not torch.strided:
+        _check_input(input)
     if input.dtype is torch.float32:
         precision = resolve_precision(torch.float32, input.device.type, precision)
     key = (
@@ -270,11 +281,15 @@ def conv_plan(
         norm = None
         if num_groups:
             norm = _norm_geometry(
-                input, conv.out_channels, num_groups, norm_weight, norm_bias, eps
+                input,
+                conv.out_channels,
+                num_groups,
+                norm_weight,
+                norm_bias,
+                eps,
+                ("norm_weight", "norm_bias"),
             )
-        problem = _problem(
-            input, activation, order, precision, output_dtype, save, conv, norm
-        )
+        problem = _problem(input, activation, order, precision, output_dtype, save, conv, norm)
         plan = plan_for(problem, key)
         record.note(problem)
     return plan
@@ -292,11 +307,14 @@ def group_norm_plan(
     save: bool,
 ) -> Plan:
     """The plan of a GroupNorm call; arguments are validated when seen first."""
+    if input.layout is not torch.strided:
+        _check_input(input)
     key = (
         input.shape,
         input.stride(),
         input.dtype,
         input.device,
+        input.data_ptr() & 15 == 0,
         num_groups,
         _signature(weight),
         _signature(bias),
@@ -310,7 +328,9 @@ def group_norm_plan(
     plan = cached(key)
     if plan is None or record.active:
         _check_input(input)
-        norm = _norm_geometry(input, int(input.shape[1]), num_groups, weight, bias, eps)
+        norm = _norm_geometry(
+            input, int(input.shape[1]), num_groups, weight, bias, eps, ("weight", "bias")
+        )
         problem = _problem(input, activation, order, None, output_dtype, save, None, norm)
         plan = plan_for(problem, key)
         record.note(problem)
@@ -318,14 +338,6 @@ def group_norm_plan(
 
 
 # ---- layouts that operators promise --------------------------------------------------------------
-
-
-def _dense(tensor: Tensor, layout: str) -> Tensor:
-    """The tensor in dense channels-first or channels-last strides; a copy only where it is not."""
-    axes = tensor.dim()
-    order = [0, *range(2, axes), 1] if layout == "nhwc" else list(range(axes))
-    back = sorted(range(axes), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(back)
 
 
 def _output_layout(input: Tensor) -> str:
@@ -351,7 +363,7 @@ def _padded_rows(input: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _conv_output_as_promised(input: Tensor, conv_output: Tensor) -> Tensor:
     if not input.is_cuda:
-        return _dense(conv_output, _output_layout(input))
+        return torch_reference.dense(conv_output, _output_layout(input))
     promised = _padded_rows(input, conv_output.shape)
     if promised.stride() == conv_output.stride():
         return conv_output
@@ -370,9 +382,7 @@ _CONV_ARGUMENTS = (
     "int[] dilation, int groups, str activation, str order, int num_groups, Tensor? norm_weight, "
     "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype"
 )
-torch.library.define(
-    _CONV, f"({_CONV_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+torch.library.define(_CONV, f"({_CONV_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
     f"{_CONV}_backward",
     "(Tensor grad, Tensor input, Tensor weight, Tensor conv_output, Tensor mean, Tensor rstd, "
@@ -422,7 +432,9 @@ def _conv(
         save,
     )
     output, conv_output, mean, rstd = plan.run(input, weight, bias, norm_weight, norm_bias)
-    output = _dense(output, _output_layout(input))
+    output = torch_reference.dense(output, _output_layout(input))
+    if conv_output is not None and output.data_ptr() == conv_output.data_ptr():
+        output = output.clone()  # an operator's outputs must not share memory
     nothing = (0,)
     if conv_output is None:
         conv_output = input.new_empty(nothing)
@@ -449,7 +461,13 @@ def _fake_output_shape(
     spatial = [
         (size - 1) * step - 2 * pad + dilated * (kernel - 1) + extra + 1
         for size, kernel, step, pad, extra, dilated in zip(
-            input.shape[2:], weight.shape[2:], stride, padding, output_padding, dilation, strict=True
+            input.shape[2:],
+            weight.shape[2:],
+            stride,
+            padding,
+            output_padding,
+            dilation,
+            strict=True,
         )
     ]
     return [input.shape[0], weight.shape[1] * groups, *spatial]
@@ -544,8 +562,10 @@ def _norm_gradients(
         if bias is not None:
             normed = normed + bias.to(normed.dtype).reshape(per_channel)
         grad = _activation_gradient(grad, normed, after)
-    mixed = weight is not None and weight.dtype != grad.dtype
-    statistics = weight.dtype if mixed and weight is not None else grad.dtype
+    if weight is not None and weight.dtype not in (grad.dtype, torch.float32):
+        # A mixture that torch's operator refuses: everything in float32.
+        grad, activated, weight = grad.float(), activated.float(), weight.float()
+    statistics = grad.dtype if weight is None else weight.dtype
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
         grad.contiguous(),
         activated,
@@ -711,7 +731,9 @@ def _conv_setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped
 
 def _conv_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
     if not ctx.saved:
-        raise RuntimeError(f"{_CONV}: called with save=False, expected True where a gradient follows")
+        raise RuntimeError(
+            f"{_CONV}: called with save=False, expected True where a gradient follows"
+        )
     nothing: list[Tensor | None] = [None] * 17
     if grad is None:
         return tuple(nothing)
@@ -769,7 +791,7 @@ def _group_norm(
     )
     output, _, mean, rstd = plan.run(input, None, None, weight, bias)
     assert mean is not None and rstd is not None
-    return _dense(output, _output_layout(input)), mean, rstd
+    return torch_reference.dense(output, _output_layout(input)), mean, rstd
 
 
 @torch.library.register_fake(_NORM)
@@ -786,7 +808,11 @@ def _group_norm_fake(
     output = _empty(input, input.shape, _output_layout(input), output_dtype or input.dtype)
     statistics = _statistics_dtype(input)
     shape = [input.shape[0], num_groups]
-    return output, input.new_empty(shape, dtype=statistics), input.new_empty(shape, dtype=statistics)
+    return (
+        output,
+        input.new_empty(shape, dtype=statistics),
+        input.new_empty(shape, dtype=statistics),
+    )
 
 
 @torch.library.impl(f"{_NORM}_backward", ("cpu", "cuda"))
@@ -876,3 +902,20 @@ def _group_norm_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
 torch.library.register_autograd(
     _NORM, _group_norm_gradients, setup_context=_group_norm_setup_context
 )
+
+
+# ---- second derivatives --------------------------------------------------------------------------
+
+
+def _refuse_second_derivatives(name: str) -> None:
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        pass
+
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise RuntimeError(f"{name}: got a second derivative, expected first ones only")
+
+    torch.library.register_autograd(f"{name}_backward", backward, setup_context=setup_context)
+
+
+_refuse_second_derivatives(_CONV)
+_refuse_second_derivatives(_NORM)

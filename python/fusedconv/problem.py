@@ -82,9 +82,9 @@ class Problem:
     """One call: an optional transposed convolution, an activation, an optional GroupNorm.
 
     ``device`` is a torch device type, ``device_index`` its ordinal and ``architecture`` its compute
-    capability times ten (both 0 off CUDA). ``layout`` is the input's: "nchw" dense channels first, "nhwc" dense channels last,
-    "strided" anything else. ``aligned`` says that the input's address is a multiple of 16 bytes.
-    ``save`` asks for the tensors that a backward pass needs.
+    capability times ten (both 0 off CUDA). ``layout`` is the input's: "nchw" dense channels first,
+    "nhwc" dense channels last, "strided" anything else. ``aligned`` says that the input's address
+    is a multiple of 16 bytes.     ``save`` asks for the tensors that a backward pass needs.
     """
 
     device: str

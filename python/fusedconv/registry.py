@@ -83,7 +83,7 @@ class Registry:
         self._kernels: dict[str, Kernel] = {}
 
     def register(self, kernel: Kernel) -> None:
-        """Adds a kernel. Raises TypeError or ValueError where it is not one or its name is taken."""
+        """Adds a kernel. Raises TypeError or ValueError where it is none or its name is taken."""
         if not isinstance(kernel, Kernel):
             raise TypeError(f"kernel: got {kernel!r}, expected an instance of fusedconv.Kernel")
         for field in ("name", "provider"):

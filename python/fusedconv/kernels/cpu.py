@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedconv import _C
-from fusedconv.kernels.torch_reference import conv_transpose
+from fusedconv.kernels.torch_reference import conv_transpose, dense
 from fusedconv.plan import Outputs, Plan
 from fusedconv.problem import (
     ACTIVATION_CODES,
@@ -89,7 +89,9 @@ class CpuPlan(Plan):
             activation_after=ACTIVATION_CODES[problem.activation_after],
             threads=torch.get_num_threads(),
         )
-        return Outputs(output, conv_output, mean, rstd)
+        return Outputs(
+            dense(output, problem.output_layout), conv_output if problem.save else None, mean, rstd
+        )
 
 
 class CpuGroupNorm(Kernel):

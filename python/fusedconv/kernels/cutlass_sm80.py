@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fusedconv import _C
 from fusedconv.kernels.cuda_program import (
     BIAS,
@@ -281,7 +279,9 @@ class CutlassSm80(Kernel):
             dilation=lowered.dilation,
             activation=ACTIVATION_CODES[in_epilogue],
         )
-        epilogue = [part for part in ("bias" * conv.bias, in_epilogue) if part not in ("", "identity")]
+        epilogue = [
+            part for part in ("bias" * conv.bias, in_epilogue) if part not in ("", "identity")
+        ]
         steps.append(f"{row.name}" + (f" + {' + '.join(epilogue)}" if epilogue else ""))
         if not writes_output:
             steps += add_group_norm(
@@ -307,7 +307,9 @@ class CutlassSm80(Kernel):
 def _chunks(batch: int, chunk: int) -> list[tuple[int, int]]:
     """(samples, how many launches of that size)."""
     full, rest = divmod(batch, chunk)
-    return [(samples, count) for samples, count in ((chunk, full), (rest, 1 if rest else 0)) if count]
+    return [
+        (samples, count) for samples, count in ((chunk, full), (rest, 1 if rest else 0)) if count
+    ]
 
 
 #: FLOP/s of a full H200 by (math, tile rows and columns), measured on large problems with bias and
@@ -339,7 +341,7 @@ def _rows() -> list[_Row]:
 
 
 class _NotCompiled(Kernel):
-    """Stands for the rows of a build without CUDA, so that ``explain`` can say why there are none."""
+    """Stands for the rows in a build without CUDA, so that ``explain`` can say why."""
 
     name = "sm80_conv"
     provider = "cutlass_sm80"

@@ -1,4 +1,4 @@
-"""GroupNorm alone on CUDA, activations fused: in one pass where a block holds a group, else in two."""
+"""GroupNorm alone on CUDA, activations fused: one pass where a block holds a group, else two."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fusedconv.kernels.cuda_program import (
 from fusedconv.plan import Plan
 from fusedconv.problem import Problem
 from fusedconv.registry import Kernel, Registry, Support
+
 
 def input_layout(problem: Problem) -> str:
     """The layout the kernels read; a strided input is copied to channels first."""

@@ -87,9 +87,25 @@ def differentiable(
         x = conv_transpose(problem.conv, x, weight, bias)
     x = activate(x, problem.activation_before)
     if problem.norm is not None:
-        x = x.to(problem.output_dtype)
-        x = F.group_norm(x, problem.norm.num_groups, norm_weight, norm_bias, problem.norm.eps)
-    return activate(x, problem.activation_after)
+        # Not torch.nn.functional's, which refuses single values that a group may well consist of.
+        x = torch.group_norm(
+            x.to(problem.output_dtype),
+            problem.norm.num_groups,
+            norm_weight,
+            norm_bias,
+            problem.norm.eps,
+        )
+    return dense(activate(x, problem.activation_after), problem.output_layout)
+
+
+def dense(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor in dense channels-first or channels-last strides; a copy only where it is not."""
+    axes = tensor.dim()
+    if layout == "nchw":
+        return tensor.contiguous()
+    order = [0, *range(2, axes), 1]
+    back = [0, axes - 1, *range(1, axes - 1)]
+    return tensor.permute(order).contiguous().permute(back)
 
 
 class TorchPlan(Plan):
@@ -156,7 +172,8 @@ class TorchPlan(Plan):
             )
             statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
             mean, rstd = mean.to(statistics), rstd.to(statistics)
-        return Outputs(activate(x, problem.activation_after), conv_output, mean, rstd)
+        output = dense(activate(x, problem.activation_after), problem.output_layout)
+        return Outputs(output, conv_output, mean, rstd)
 
 
 class TorchReference(Kernel):

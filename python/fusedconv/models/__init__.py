@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from fusedconv.models import (
-    conv_transpose2d_gelu_group_norm,
-    conv_transpose3d_relu_group_norm,
-    group_norm,
-)
-from fusedconv.models.conv_transpose2d_gelu_group_norm import ModelNew as ConvTranspose2dGELUGroupNorm
-from fusedconv.models.conv_transpose3d_relu_group_norm import ModelNew as ConvTranspose3dReLUGroupNorm
-from fusedconv.models.group_norm import ModelNew as GroupNormModel
+from fusedconv.models import conv_transpose2d_gelu_group_norm as system1
+from fusedconv.models import conv_transpose3d_relu_group_norm as system2
+from fusedconv.models import group_norm as system3
+
+ConvTranspose2dGELUGroupNorm = system1.ModelNew
+ConvTranspose3dReLUGroupNorm = system2.ModelNew
+GroupNormModel = system3.ModelNew
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ def _system(name: str, title: str, module: Any) -> System:
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
-        _system("system1", "ConvTranspose2d -> GELU -> GroupNorm", conv_transpose2d_gelu_group_norm),
-        _system("system2", "ConvTranspose3d -> ReLU -> GroupNorm", conv_transpose3d_relu_group_norm),
-        _system("system3", "GroupNorm", group_norm),
+        _system("system1", "ConvTranspose2d -> GELU -> GroupNorm", system1),
+        _system("system2", "ConvTranspose3d -> ReLU -> GroupNorm", system2),
+        _system("system3", "GroupNorm", system3),
     )
 }
 
@@ -58,4 +57,7 @@ __all__ = [
     "ConvTranspose3dReLUGroupNorm",
     "GroupNormModel",
     "System",
+    "system1",
+    "system2",
+    "system3",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -38,7 +40,7 @@ class Model(nn.Module):
 
 
 class ModelNew(Model):
-    """``Model`` in fused kernels: same arguments, parameters, random numbers, outputs, gradients.
+    """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own.
 
     [N, in_channels, H, W] to [N, out_channels, (H - 1) stride + kernel_size, ...].
     """
@@ -50,7 +52,7 @@ class ModelNew(Model):
             conv.weight,
             conv.bias,
             conv.stride,
-            conv.padding,
+            cast(tuple[int, ...], conv.padding),
             conv.output_padding,
             conv.groups,
             conv.dilation,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +25,7 @@ class Model(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.conv_transpose = nn.ConvTranspose3d(
-            in_channels, out_channels, kernel_size, bias=bias
-        )
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, bias=bias)
         self.relu = nn.ReLU()
         self.group_norm = nn.GroupNorm(num_groups=groups, num_channels=out_channels)
 
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class ModelNew(Model):
-    """``Model`` in fused kernels: same arguments, parameters, random numbers, outputs, gradients.
+    """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own.
 
     [N, in_channels, D, H, W] to [N, out_channels, D + kernel_size - 1, ...].
     """
@@ -49,7 +49,7 @@ class ModelNew(Model):
             conv.weight,
             conv.bias,
             conv.stride,
-            conv.padding,
+            cast(tuple[int, ...], conv.padding),
             conv.output_padding,
             conv.groups,
             conv.dilation,

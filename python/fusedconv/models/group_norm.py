@@ -21,7 +21,7 @@ class Model(nn.Module):
 
 
 class ModelNew(Model):
-    """``Model`` in fused kernels: same arguments, parameters, random numbers, outputs, gradients."""
+    """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.gn

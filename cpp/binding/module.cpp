@@ -12,9 +12,11 @@
 #include "fusedconv/groupnorm.hpp"
 #ifdef FUSEDCONV_WITH_CUDA
 #include "conv/convolution.hpp"
+#include "groupnorm/backward.hpp"
 #include "groupnorm/groupnorm.hpp"
 #include "groupnorm/resident.hpp"
 #include "layout/layout.hpp"
+#include "program/device_guard.hpp"
 #include "program/program.hpp"
 #endif
 
@@ -141,6 +143,45 @@ void bind_cuda(py::module_& m) {
       .def_readonly("threads", &groupnorm::ResidentPlan::threads);
   m.def("plan_resident", &groupnorm::plan_resident, py::arg("passes"), py::kw_only(),
         py::arg("batch"), py::arg("aligned"));
+
+  m.def(
+      "group_norm_gradient_workspace_bytes",
+      [](int64_t batch, int64_t channels, int64_t pixels, int64_t groups, int layout, int dtype) {
+        return groupnorm::gradient_workspace_bytes(
+            group_norm_problem(batch, channels, pixels, groups, 0.0, layout, dtype, 0, 0, 0));
+      },
+      py::arg("batch"), py::arg("channels"), py::arg("pixels"), py::arg("groups"),
+      py::arg("layout"), py::arg("dtype"));
+  m.def(
+      "group_norm_gradients",
+      [](uintptr_t input, uintptr_t grad_output, uintptr_t mean, uintptr_t rstd, uintptr_t weight,
+         uintptr_t bias, uintptr_t grad_input, uintptr_t grad_weight, uintptr_t grad_bias,
+         uintptr_t workspace, int device, uintptr_t stream, int64_t batch, int64_t channels,
+         int64_t pixels, int64_t groups, int layout, int dtype, int affine_dtype,
+         int activation_before, int activation_after) {
+        auto const problem = group_norm_problem(batch, channels, pixels, groups, 0.0, layout, dtype,
+                                                affine_dtype, activation_before, activation_after);
+        groupnorm::GradientTensors const tensors{.input = address<void>(input),
+                                                 .grad_output = address<void>(grad_output),
+                                                 .mean = address<float>(mean),
+                                                 .rstd = address<float>(rstd),
+                                                 .weight = address<void>(weight),
+                                                 .bias = address<void>(bias),
+                                                 .grad_input = address<void>(grad_input),
+                                                 .grad_weight = address<float>(grad_weight),
+                                                 .grad_bias = address<float>(grad_bias)};
+        DeviceGuard const guard(device);
+        groupnorm::gradients(problem, tensors, address<void>(workspace),
+                             reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("input"), py::arg("grad_output"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
+      py::arg("bias"), py::arg("grad_input"), py::arg("grad_weight"), py::arg("grad_bias"),
+      py::arg("workspace"), py::arg("device"), py::arg("stream"), py::kw_only(), py::arg("batch"),
+      py::arg("channels"), py::arg("pixels"), py::arg("groups"), py::arg("layout"),
+      py::arg("dtype"), py::arg("affine_dtype"), py::arg("activation_before"),
+      py::arg("activation_after"),
+      "Gradients of activation, GroupNorm, activation. Addresses of dense tensors; 0 where "
+      "absent.");
 
   py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")
       .def(py::init<int, int64_t, int64_t>(), py::arg("device"), py::arg("batch"), py::arg("chunk"))

@@ -5,6 +5,7 @@
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
+#include "groupnorm/row_map.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -12,9 +13,7 @@ namespace {
 using device::Moments;
 using device::Pack;
 
-constexpr int kThreads = 256;
-constexpr int kLoads = 4;                   // 16-byte loads in flight per thread
-constexpr int64_t kSplitBytes = 128 << 10;  // of a group, per block of a moments pass
+constexpr int kLoads = 4;  // 16-byte loads in flight per thread
 
 // ---- moments, channels first -------------------------------------------------------------------
 
@@ -98,20 +97,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ---- moments, channels last --------------------------------------------------------------------
-
-// How a block covers rows of channels: `columns` threads side by side, each kVector channels, and
-// `lanes` rows at a time.
-struct RowMap {
-  int columns;
-  int lanes;
-  int slabs;  // blocks side by side along channels
-
-  static RowMap of(int64_t row_channels, int vector) {
-    int64_t const vectors = row_channels / vector;
-    int const columns = int(std::min<int64_t>(vectors, kThreads));
-    return {columns, kThreads / columns, int(ceil_div(vectors, columns))};
-  }
-};
 
 // Block (row block, slab of channels) of one sample; a thread keeps its channels.
 // 1. kLoads rows per thread and step: per channel, moments of the values, then one merge.
@@ -390,20 +375,6 @@ __global__ void __launch_bounds__(device::kTileThreads)
 }
 
 // ---- launches ----------------------------------------------------------------------------------
-
-// Work split over blocks: at least kSplitBytes each, and no more blocks than a launch needs to be
-// balanced.
-struct Split {
-  int64_t size;
-  int count;
-};
-
-Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple) {
-  int64_t const target = round_up(std::max<int64_t>(kSplitBytes / element_bytes, 1), multiple);
-  int64_t const count = std::max<int64_t>(1, ceil_div(elements, target));
-  int64_t const size = round_up(ceil_div(elements, count), multiple);
-  return {size, int(std::max<int64_t>(1, ceil_div(elements, size)))};
-}
 
 // Row blocks must come out the same for every number of samples, so that the bits of a result do
 // not depend on how a batch is cut.

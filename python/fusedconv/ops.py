@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fusedconv.kernels import torch_reference
+from fusedconv.kernels import cuda_program, torch_reference
 from fusedconv.plan import Plan, cached, plan_for
 from fusedconv.problem import (
     ACTIVATIONS,
@@ -352,22 +352,17 @@ def _empty(input: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype)
     return input.new_empty(physical, dtype=dtype).permute(0, axes - 1, *range(1, axes - 1))
 
 
-def _padded_rows(input: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty [N, K, *spatial] whose channels lie innermost in rows of whole 16 bytes."""
-    channels = shape[1]
-    multiple = 16 // input.dtype.itemsize
-    row = (channels + multiple - 1) // multiple * multiple
-    physical = input.new_empty([shape[0], *shape[2:], row])
-    return physical.narrow(-1, 0, channels).movedim(-1, 1)
-
-
-def _conv_output_as_promised(input: Tensor, conv_output: Tensor) -> Tensor:
-    if not input.is_cuda:
-        return torch_reference.dense(conv_output, _output_layout(input))
-    promised = _padded_rows(input, conv_output.shape)
-    if promised.stride() == conv_output.stride():
-        return conv_output
-    return promised.copy_(conv_output)
+def _promised(
+    input: Tensor,
+    result: Tensor | None,
+    like: Tensor | None,
+    needed: bool,
+    layout: str = "nchw",
+) -> Tensor:
+    """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed."""
+    if not needed or result is None or like is None:
+        return input.new_empty((0,))
+    return torch_reference.dense(result, layout).to(like.dtype)
 
 
 def _statistics_dtype(input: Tensor) -> torch.dtype:
@@ -439,7 +434,7 @@ def _conv(
     if conv_output is None:
         conv_output = input.new_empty(nothing)
     else:
-        conv_output = _conv_output_as_promised(input, conv_output)
+        conv_output = torch_reference.dense(conv_output, _output_layout(input))
     statistics = _statistics_dtype(input)
     return (
         output,
@@ -499,12 +494,7 @@ def _conv_fake(
     statistics = _statistics_dtype(input)
     normed = save and num_groups
     statistics_shape = [shape[0], num_groups] if normed else [0]
-    if not save:
-        conv_output = input.new_empty([0])
-    elif input.device.type == "cuda":
-        conv_output = _padded_rows(input, shape)
-    else:
-        conv_output = _empty(input, shape, layout, input.dtype)
+    conv_output = input.new_empty([0]) if not save else _empty(input, shape, layout, input.dtype)
     return (
         output,
         conv_output,
@@ -540,11 +530,34 @@ def _norm_gradients(
     activation: str,
     order: str,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of activation and GroupNorm, in either order, with torch's operators.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of activation and GroupNorm, in either order.
 
-    ``x`` is the input of both, [N, C, *spatial]. Activation and normalised value are computed anew.
+    ``x`` is the input of both, [N, C, *spatial]. Activation and normalised value are computed anew:
+    by our kernels on CUDA where the gradient has the input's dtype, else with torch's operators.
     """
+    if (
+        x.is_cuda
+        and cuda_program.HAS_CUDA
+        and grad.dtype == x.dtype
+        and x.dtype in DTYPE_CODES
+        and x.numel()
+        and _device_properties(x.device.index or 0)[0] >= 80
+    ):
+        layout = _output_layout(x)
+        return cuda_program.group_norm_gradients(
+            torch_reference.dense(grad, layout),
+            torch_reference.dense(x, layout),
+            mean,
+            rstd,
+            weight,
+            bias,
+            layout,
+            num_groups,
+            activation if order == "act_norm" else "identity",
+            activation if order == "norm_act" else "identity",
+            needs,
+        )
     batch, channels = x.shape[:2]
     pixels = x.numel() // max(1, batch * channels)
     before = activation if order == "act_norm" else "identity"
@@ -638,18 +651,13 @@ def _conv_backward(
                 [needs_input, needs_weight, needs_bias],
             )
 
-    def promised(result: Tensor | None, like: Tensor | None, needed: bool) -> Tensor:
-        if not needed or result is None or like is None:
-            return input.new_empty((0,))
-        return result.contiguous().to(like.dtype)
-
     bias_like = weight if needs_bias else None
     return (
-        promised(grad_input, input, needs_input),
-        promised(grad_weight, weight, needs_weight),
-        promised(grad_bias, bias_like, needs_bias),
-        promised(grad_norm_weight, norm_weight, needs_norm_weight),
-        promised(grad_norm_bias, norm_bias, needs_norm_bias),
+        _promised(input, grad_input, input, needs_input, _output_layout(input)),
+        _promised(input, grad_weight, weight, needs_weight),
+        _promised(input, grad_bias, bias_like, needs_bias),
+        _promised(input, grad_norm_weight, norm_weight, needs_norm_weight),
+        _promised(input, grad_norm_bias, norm_bias, needs_norm_bias),
     )
 
 
@@ -682,7 +690,9 @@ def _conv_backward_fake(
         return input.new_empty(shape, dtype=like.dtype)
 
     return (
-        promised(needs[0], input.shape, input),
+        _empty(input, input.shape, _output_layout(input), input.dtype)
+        if needs[0]
+        else input.new_empty([0]),
         promised(needs[1], weight.shape, weight),
         promised(needs[2], [channels], weight),
         promised(needs[3], [channels], norm_weight),
@@ -842,15 +852,10 @@ def _group_norm_backward(
         (needs_input, needs_weight, needs_bias),
     )
 
-    def promised(result: Tensor | None, like: Tensor | None, needed: bool) -> Tensor:
-        if not needed or result is None or like is None:
-            return input.new_empty((0,))
-        return result.contiguous().to(like.dtype)
-
     return (
-        promised(gradients[0], input, needs_input),
-        promised(gradients[1], weight, needs_weight),
-        promised(gradients[2], bias, needs_bias),
+        _promised(input, gradients[0], input, needs_input, _output_layout(input)),
+        _promised(input, gradients[1], weight, needs_weight),
+        _promised(input, gradients[2], bias, needs_bias),
     )
 
 
@@ -872,7 +877,12 @@ def _group_norm_backward_fake(
             return input.new_empty([0])
         return like.new_empty(like.shape)
 
-    return promised(input, needs[0]), promised(weight, needs[1]), promised(bias, needs[2])
+    grad_input = (
+        _empty(input, input.shape, _output_layout(input), input.dtype)
+        if needs[0]
+        else input.new_empty([0])
+    )
+    return grad_input, promised(weight, needs[1]), promised(bias, needs[2])
 
 
 def _group_norm_setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

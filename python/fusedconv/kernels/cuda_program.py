@@ -70,9 +70,11 @@ def group_norm_passes(
     layout: str,
     row_channels: int,
     activation_before: str,
+    copy: bool = False,
 ) -> _C.GroupNormPasses:
-    """The moments and normalising passes of a problem over a tensor of the given layout."""
-    norm = problem.norm
+    """The moments and normalising passes of a problem over a tensor of the given layout; with
+    ``copy`` a pass that only changes the layout."""
+    norm = None if copy else problem.norm
     return _C.GroupNormPasses(
         channels=problem.output_channels,
         pixels=math.prod(problem.output_spatial),
@@ -82,10 +84,10 @@ def group_norm_passes(
         dtype=DTYPE_CODES[problem.dtype],
         affine_dtype=DTYPE_CODES[(norm.affine_dtype if norm else None) or torch.float32],
         activation_before=ACTIVATION_CODES[activation_before],
-        activation_after=ACTIVATION_CODES[problem.activation_after],
+        activation_after=ACTIVATION_CODES["identity" if copy else problem.activation_after],
         row_channels=row_channels,
         output_layout=LAYOUT_CODES[problem.output_layout],
-        output_dtype=DTYPE_CODES[problem.output_dtype],
+        output_dtype=DTYPE_CODES[problem.dtype if copy else problem.output_dtype],
     )
 
 
@@ -133,6 +135,93 @@ def add_group_norm(
     return steps
 
 
+def add_conv_output_copy(
+    program: _C.Program, problem: Problem, conv_output: _C.Operand, *, row_channels: int
+) -> str:
+    """Appends the pass that saves a channels-last convolution output in the caller's layout."""
+    absent = _C.Operand()
+    sample = problem.output_channels * math.prod(problem.output_spatial)
+    program.normalize(
+        group_norm_passes(
+            problem,
+            layout="nhwc",
+            row_channels=row_channels,
+            activation_before="identity",
+            copy=True,
+        ),
+        input=conv_output,
+        mean=absent,
+        rstd=absent,
+        weight=absent,
+        bias=absent,
+        output=program.tensor(CONV_OUTPUT, sample * problem.dtype.itemsize),
+    )
+    return f"save the convolution's output (nhwc -> {problem.output_layout})"
+
+
+def group_norm_gradients(
+    grad: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layout: str,
+    num_groups: int,
+    activation_before: str,
+    activation_after: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of activation, GroupNorm, activation for dense tensors of one layout and dtype.
+
+    ``grad`` and ``input`` are [N, C, *spatial] on CUDA, ``mean`` and ``rstd`` float32
+    [N, num_groups]. The gradients of weight and bias come in float32.
+    """
+    batch, channels = input.shape[:2]
+    pixels = input.numel() // (batch * channels)
+    codes = {"layout": LAYOUT_CODES[layout], "dtype": DTYPE_CODES[input.dtype]}
+    size = {"batch": batch, "channels": channels, "pixels": pixels, "groups": num_groups}
+    workspace = torch.empty(
+        _C.group_norm_gradient_workspace_bytes(**size, **codes),
+        dtype=torch.uint8,
+        device=input.device,
+    )
+    grad_input = torch.empty_like(input) if needs[0] else None
+    grad_weight, grad_bias = (
+        torch.empty(channels, dtype=torch.float32, device=input.device) if needed else None
+        for needed in needs[1:]
+    )
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    affine = weight if weight is not None else bias
+    device = input.device.index
+    _C.group_norm_gradients(
+        *(
+            0 if tensor is None else tensor.data_ptr()
+            for tensor in (
+                input,
+                grad,
+                mean,
+                rstd,
+                weight,
+                bias,
+                grad_input,
+                grad_weight,
+                grad_bias,
+                workspace,
+            )
+        ),
+        device,
+        _raw_stream(device),
+        **size,
+        **codes,
+        affine_dtype=DTYPE_CODES[torch.float32 if affine is None else affine.dtype],
+        activation_before=ACTIVATION_CODES[activation_before],
+        activation_after=ACTIVATION_CODES[activation_after],
+    )
+    return grad_input, grad_weight, grad_bias
+
+
 class ProgramPlan(Plan):
     """A plan whose steps are one ``_C.Program``: allocate, pass addresses, launch."""
 
@@ -143,8 +232,6 @@ class ProgramPlan(Plan):
         problem: Problem,
         program: _C.Program,
         device: int,
-        *,
-        conv_row_channels: int = 0,
     ) -> None:
         self.kernel = kernel
         self.steps = steps
@@ -157,9 +244,7 @@ class ProgramPlan(Plan):
         self._output_strides = _dense_strides(self._output_shape, problem.output_layout)
         self._output_dtype = problem.output_dtype
         self._saves = problem.save
-        self._conv_output_shape: tuple[int, ...] | None = None
-        if problem.save and problem.conv is not None:
-            self._conv_output_shape = (problem.batch, *problem.output_spatial, conv_row_channels)
+        self._saves_conv = problem.save and problem.conv is not None
         self._conv_dtype = problem.dtype
         self._statistics_shape = (problem.batch, problem.norm.num_groups) if problem.norm else None
 
@@ -188,9 +273,9 @@ class ProgramPlan(Plan):
             workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=device)
         conv_output = mean = rstd = None
         if self._saves:
-            if self._conv_output_shape is not None:
-                conv_output = torch.empty(
-                    self._conv_output_shape, dtype=self._conv_dtype, device=device
+            if self._saves_conv:
+                conv_output = torch.empty_strided(
+                    self._output_shape, self._output_strides, dtype=self._conv_dtype, device=device
                 )
             if self._statistics_shape is not None:
                 mean = torch.empty(self._statistics_shape, dtype=torch.float32, device=device)
@@ -213,9 +298,6 @@ class ProgramPlan(Plan):
             0 if workspace is None else workspace.data_ptr(),
             _raw_stream(self._device_index),
         )
-        if conv_output is not None:
-            channels = self._output_shape[1]
-            conv_output = conv_output.narrow(-1, 0, channels).movedim(-1, 1)
         return Outputs(output, conv_output, mean, rstd)
 
 

@@ -21,6 +21,7 @@ from fusedconv.kernels.cuda_program import (
     OUTPUT,
     WEIGHT,
     ProgramPlan,
+    add_conv_output_copy,
     add_group_norm,
     copy_milliseconds,
     supports_cuda,
@@ -136,7 +137,6 @@ class CutlassSm80(Kernel):
         )
 
     def _conv_row_channels(self, problem: Problem) -> int:
-        # A saved convolution output has one shape whatever kernel made it: rows of whole 16 bytes.
         return self._padded(problem.output_channels)
 
     def _filter_elements(self, problem: Problem) -> int:
@@ -184,7 +184,7 @@ class CutlassSm80(Kernel):
     def _chunk(self, problem: Problem) -> int:
         """Samples per pass over the steps: what fits the scratch limit, one at least."""
         input_bytes, output_bytes = self._sample_bytes(problem)
-        scratch = 0 if problem.save else output_bytes
+        scratch = output_bytes
         if not self._reads_input_directly(problem):
             scratch += input_bytes
         by_limit = self.row.max_tensor_bytes // max(input_bytes, output_bytes)
@@ -251,16 +251,16 @@ class CutlassSm80(Kernel):
         # the passes behind it.
         in_epilogue = "identity" if problem.save else problem.activation_before
         behind = problem.activation_before if problem.save else "identity"
+        dense = problem.output_layout == "nhwc" and padded_k == k
         writes_output = (
             problem.norm is None
             and not problem.save
-            and problem.output_layout == "nhwc"
-            and padded_k == k
+            and dense
             and problem.output_dtype == problem.dtype
         )
         if writes_output:
             conv_output = program.tensor(OUTPUT, output_bytes)
-        elif problem.save:
+        elif problem.save and dense:
             conv_output = program.tensor(CONV_OUTPUT, output_bytes)
         else:
             conv_output = program.scratch(output_bytes)
@@ -283,6 +283,8 @@ class CutlassSm80(Kernel):
             part for part in ("bias" * conv.bias, in_epilogue) if part not in ("", "identity")
         ]
         steps.append(f"{row.name}" + (f" + {' + '.join(epilogue)}" if epilogue else ""))
+        if problem.save and not dense:
+            steps.append(add_conv_output_copy(program, problem, conv_output, row_channels=conv_row))
         if not writes_output:
             steps += add_group_norm(
                 program,
@@ -300,7 +302,6 @@ class CutlassSm80(Kernel):
             problem,
             program,
             problem.device_index,
-            conv_row_channels=conv_row,
         )
 
 

@@ -32,6 +32,7 @@ struct ConvArguments {
   void const* bias = nullptr;  // [K] of the output's type, or null
   void* output = nullptr;
   Activation activation = Activation::kIdentity;
+  void* workspace = nullptr;  // ConvRow::workspace_bytes of them
 };
 
 // How products are formed. Inputs are 4-byte floats for the first three.
@@ -59,6 +60,7 @@ struct ConvRow {
   int max_filter_extent;
   int64_t max_tensor_bytes;  // input, filter and output of one launch, each
   void (*launch)(ConvArguments const&, cudaStream_t);
+  int64_t (*workspace_bytes)(ConvProblem const&);
 };
 
 // Every row, in a fixed order; the index is the row's identity within this build.

@@ -1,6 +1,7 @@
 // CUTLASS 2.x implicit-GEMM forward convolutions on mma.sync (sm_80 and later), as table rows.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -70,7 +71,13 @@ class BiasActivation {
   CUTLASS_HOST_DEVICE explicit BiasActivation(Params const& params) : params_(params) {}
 
   CUTLASS_HOST_DEVICE bool is_source_needed() const { return params_.has_bias; }
-  CUTLASS_HOST_DEVICE void set_k_partition(int, int) {}
+
+  // The sum over channels may be cut into parts: the first adds the bias, each later one the sum so
+  // far, which stands in the output, and the last applies the activation.
+  CUTLASS_HOST_DEVICE void set_k_partition(int part, int parts) {
+    if (part > 0) params_.has_bias = true;
+    if (part < parts - 1) params_.activation = Activation::kIdentity;
+  }
 
   CUTLASS_DEVICE FragmentOutput operator()(FragmentAccumulator const& accumulator,
                                            FragmentSource const& source) const {
@@ -194,17 +201,28 @@ struct Sm80Traits {
                         "_s", kStages);
   }
 
+  // Rounding errors of a long sum grow with its length. Strict fp32 cuts it where eager's own would
+  // be passed otherwise: one more trip of the output through memory per part.
+  static constexpr int kLongestSum = 1024;
+
+  static int parts_of(ConvProblem const& p) {
+    if (kMath != Math::kTf32x3) return 1;
+    int64_t const depth = int64_t(p.c) * p.t * p.r * p.s;
+    return int(std::min<int64_t>({ceil_div(depth, kLongestSum), p.c / Tile::kK, 4}));
+  }
+
   static auto problem_size(ConvProblem const& p) {
     using cutlass::conv::Mode;
+    int const parts = std::max(1, parts_of(p));
     if constexpr (kDimensions == 2) {
-      return cutlass::conv::Conv2dProblemSize(p.n, p.h, p.w, p.c, p.k, p.r, p.s, p.p, p.q,
-                                              p.lower_padding_h, p.lower_padding_w, 1, 1,
-                                              p.dilation_h, p.dilation_w, Mode::kCrossCorrelation);
+      return cutlass::conv::Conv2dProblemSize(
+          p.n, p.h, p.w, p.c, p.k, p.r, p.s, p.p, p.q, p.lower_padding_h, p.lower_padding_w, 1, 1,
+          p.dilation_h, p.dilation_w, Mode::kCrossCorrelation, parts);
     } else {
-      return cutlass::conv::Conv3dProblemSize(p.n, p.d, p.h, p.w, p.c, p.k, p.t, p.r, p.s, p.z, p.p,
-                                              p.q, p.lower_padding_d, p.lower_padding_h,
-                                              p.lower_padding_w, 1, 1, 1, p.dilation_d,
-                                              p.dilation_h, p.dilation_w, Mode::kCrossCorrelation);
+      return cutlass::conv::Conv3dProblemSize(
+          p.n, p.d, p.h, p.w, p.c, p.k, p.t, p.r, p.s, p.z, p.p, p.q, p.lower_padding_d,
+          p.lower_padding_h, p.lower_padding_w, 1, 1, 1, p.dilation_d, p.dilation_h, p.dilation_w,
+          Mode::kCrossCorrelation, parts);
     }
   }
 
@@ -229,7 +247,7 @@ struct Sm80Traits {
         {output, packed(p.n, p.z, p.p, p.q, p.k)}, {arguments.activation, bias != nullptr});
     check(Device::can_implement(device_arguments), "can_implement", p);
     Device op;
-    check(op.initialize(device_arguments, nullptr, stream), "initialize", p);
+    check(op.initialize(device_arguments, arguments.workspace, stream), "initialize", p);
     check(op.run(stream), "launch", p);
   }
 
@@ -240,6 +258,14 @@ struct Sm80Traits {
         name(), ": ", where, " failed with ", cutlassGetStatusString(status), " (",
         cudaGetErrorString(cuda_status), ") for N=", p.n, " C=", p.c, " K=", p.k, " DHW=", p.d, "x",
         p.h, "x", p.w, " ZPQ=", p.z, "x", p.p, "x", p.q, " TRS=", p.t, "x", p.r, "x", p.s));
+  }
+
+  // Semaphores of a sum cut into parts, one per tile of the output.
+  static int64_t workspace_bytes(ConvProblem const& p) {
+    if (parts_of(p) <= 1) return 0;
+    int64_t const pixels = int64_t(p.n) * p.z * p.p * p.q;
+    // The swizzle may round the grid up to a multiple of its width.
+    return (ceil_div(pixels, Tile::kM) + 8) * (ceil_div(p.k, Tile::kN) + 8) * int64_t(sizeof(int));
   }
 
   static ConvRow row() {
@@ -260,6 +286,7 @@ struct Sm80Traits {
         .max_filter_extent = 32,  // one bit of a 32-bit predicate mask per filter position
         .max_tensor_bytes = (int64_t(1) << 31) - 1,
         .launch = &launch,
+        .workspace_bytes = &workspace_bytes,
     };
   }
 };

@@ -62,10 +62,15 @@ void Program::convolution(int row, conv::ConvProblem const& problem, Activation 
                   rows.size());
   note({input, filter, bias, output});
   auto const launch = rows[row].launch;
+  conv::ConvProblem largest = problem;
+  largest.n = int(chunk_);
+  int64_t const bytes = rows[row].workspace_bytes(largest);
+  Operand const workspace = bytes > 0 ? scratch(0, bytes) : Operand{};
   steps_.push_back([=](Context const& context) {
     conv::ConvArguments arguments{problem,          context.at(input),  context.at(filter),
                                   context.at(bias), context.at(output), activation};
     arguments.problem.n = int(context.samples);
+    arguments.workspace = context.at(workspace);
     launch(arguments, context.stream);
   });
 }

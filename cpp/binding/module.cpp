@@ -15,6 +15,7 @@
 #include "groupnorm/backward.hpp"
 #include "groupnorm/groupnorm.hpp"
 #include "groupnorm/resident.hpp"
+#include "groupnorm/streamed.hpp"
 #include "layout/layout.hpp"
 #include "program/device_guard.hpp"
 #include "program/program.hpp"
@@ -143,15 +144,25 @@ void bind_cuda(py::module_& m) {
       .def_readonly("threads", &groupnorm::ResidentPlan::threads);
   m.def("plan_resident", &groupnorm::plan_resident, py::arg("passes"), py::kw_only(),
         py::arg("batch"), py::arg("aligned"));
+  py::class_<groupnorm::StreamPlan>(
+      m, "GroupNormStreamPlan",
+      "How the shared memory of all multiprocessors holds groups; obstacle says why it cannot.")
+      .def_readonly("obstacle", &groupnorm::StreamPlan::obstacle)
+      .def_property_readonly("blocks",
+                             [](groupnorm::StreamPlan const& plan) { return plan.stream.blocks; });
+  m.def("plan_streamed", &groupnorm::plan_streamed, py::arg("passes"), py::kw_only(),
+        py::arg("batch"), py::arg("aligned"), py::arg("device"));
 
   m.def(
       "group_norm_gradient_workspace_bytes",
-      [](int64_t batch, int64_t channels, int64_t pixels, int64_t groups, int layout, int dtype) {
+      [](int device, int64_t batch, int64_t channels, int64_t pixels, int64_t groups, int layout,
+         int dtype) {
+        DeviceGuard const guard(device);
         return groupnorm::gradient_workspace_bytes(
             group_norm_problem(batch, channels, pixels, groups, 0.0, layout, dtype, 0, 0, 0));
       },
-      py::arg("batch"), py::arg("channels"), py::arg("pixels"), py::arg("groups"),
-      py::arg("layout"), py::arg("dtype"));
+      py::arg("device"), py::kw_only(), py::arg("batch"), py::arg("channels"), py::arg("pixels"),
+      py::arg("groups"), py::arg("layout"), py::arg("dtype"));
   m.def(
       "group_norm_gradients",
       [](uintptr_t input, uintptr_t grad_output, uintptr_t mean, uintptr_t rstd, uintptr_t weight,
@@ -261,6 +272,9 @@ void bind_cuda(py::module_& m) {
       .def("normalize", &Program::normalize, py::arg("passes"), py::kw_only(), py::arg("input"),
            py::arg("mean"), py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("output"))
       .def("normalize_resident", &Program::normalize_resident, py::arg("plan"), py::arg("passes"),
+           py::kw_only(), py::arg("input"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
+           py::arg("bias"), py::arg("output"))
+      .def("normalize_streamed", &Program::normalize_streamed, py::arg("plan"), py::arg("passes"),
            py::kw_only(), py::arg("input"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
            py::arg("bias"), py::arg("output"))
       .def_property_readonly("workspace_bytes", &Program::workspace_bytes)

@@ -6,99 +6,14 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/gradient.hpp"
 #include "groupnorm/row_map.hpp"
+#include "groupnorm/streamed_backward.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
 
 using device::Pack;
-
-// The derivative of an activation; behind a call for the reason that activate_by_call has.
-__device__ __noinline__ float slope_by_call(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kIdentity: return 1.0f;
-    case Activation::kRelu: return x <= 0.0f ? 0.0f : 1.0f;
-    case Activation::kGelu: {
-      float const density = 0.39894228040143267794f * expf(-0.5f * x * x);
-      return fmaf(x, density, 0.5f * (1.0f + erff(x * 0.70710678118654752440f)));
-    }
-    case Activation::kGeluTanh: {
-      constexpr float kScale = 0.79788456080286535588f;
-      float const t = tanhf(kScale * fmaf(0.044715f * x * x, x, x));
-      return 0.5f * (1.0f + t) +
-             0.5f * x * (1.0f - t * t) * kScale * fmaf(3.0f * 0.044715f * x, x, 1.0f);
-    }
-    case Activation::kSilu: {
-      float const logistic = 1.0f / (1.0f + expf(-x));
-      return logistic * fmaf(x, 1.0f - logistic, 1.0f);
-    }
-  }
-  return 1.0f;
-}
-
-// One channel of one sample.
-struct Channel {
-  float mean;
-  float rstd;
-  float weight;
-  float bias;
-
-  __device__ __forceinline__ static Channel of(Affine const& affine, int64_t sample, int channel) {
-    int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
-    return {affine.mean[group], affine.rstd[group],
-            affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
-            affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f};
-  }
-};
-
-// xhat, and the gradient that reaches the affine map's output.
-struct Point {
-  float normalized;
-  float gradient;
-};
-
-template <bool kActivate>
-__device__ __forceinline__ Point point_of(float x, float grad, Channel const& channel,
-                                          Affine const& affine) {
-  float const a = before<kActivate>(affine.activation_before, x);
-  Point point{(a - channel.mean) * channel.rstd, grad};
-  if constexpr (kActivate) {
-    if (affine.activation_after != Activation::kIdentity) {
-      point.gradient *= slope_by_call(affine.activation_after,
-                                      fmaf(point.normalized, channel.weight, channel.bias));
-    }
-  }
-  return point;
-}
-
-// mean(weight g) and mean(weight g xhat) of a group.
-struct GroupTerms {
-  float gradient;
-  float projection;
-};
-
-template <bool kActivate>
-__device__ __forceinline__ float grad_input_of(float x, float grad, Channel const& channel,
-                                               GroupTerms const& terms, Affine const& affine) {
-  Point const point = point_of<kActivate>(x, grad, channel, affine);
-  float result = channel.rstd * (fmaf(channel.weight, point.gradient, -terms.gradient) -
-                                 point.normalized * terms.projection);
-  if constexpr (kActivate) {
-    if (affine.activation_before != Activation::kIdentity) {
-      result *= slope_by_call(affine.activation_before, x);
-    }
-  }
-  return result;
-}
-
-__device__ __forceinline__ float2 warp_sum(float2 value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value.x += __shfl_down_sync(~0u, value.x, offset);
-    value.y += __shfl_down_sync(~0u, value.y, offset);
-  }
-  return value;
-}
 
 // Valid in thread 0.
 __device__ __forceinline__ float2 block_sum(float2 value) {
@@ -352,6 +267,20 @@ int64_t partial_count(GroupNormProblem const& p) {
   return p.batch * p.channels * int64_t(split_of(p).count);
 }
 
+void launch_merge(GroupNormProblem const& p, GradientTensors const& tensors, Affine const& affine,
+                  float2 const* partials, int count, float2* sums, GroupTerms* terms,
+                  cudaStream_t stream) {
+  bool const last = p.layout == Layout::kChannelsLast;
+  merge_sums<<<device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0, stream>>>(
+      partials, affine, count, last, float(p.group_size()), sums, terms);
+  FUSEDCONV_CUDA("groupnorm gradients: merge_sums", cudaGetLastError());
+  if (tensors.grad_weight == nullptr && tensors.grad_bias == nullptr) return;
+  dim3 const grid = device::checked_grid("affine_gradients", ceil_div(p.channels * 32, kThreads));
+  affine_gradients<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels),
+                                                  tensors.grad_weight, tensors.grad_bias);
+  FUSEDCONV_CUDA("groupnorm gradients: affine_gradients", cudaGetLastError());
+}
+
 template <class T, bool kActivate>
 void launch_gradients(GroupNormProblem const& p, GradientTensors const& tensors,
                       Affine const& affine, float2* partials, float2* sums, GroupTerms* terms,
@@ -383,15 +312,7 @@ void launch_gradients(GroupNormProblem const& p, GradientTensors const& tensors,
     }
   });
   FUSEDCONV_CUDA("groupnorm gradients: sums", cudaGetLastError());
-  merge_sums<<<device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0, stream>>>(
-      partials, affine, split.count, last, float(p.group_size()), sums, terms);
-  FUSEDCONV_CUDA("groupnorm gradients: merge_sums", cudaGetLastError());
-  if (tensors.grad_weight != nullptr || tensors.grad_bias != nullptr) {
-    dim3 const grid = device::checked_grid("affine_gradients", ceil_div(p.channels * 32, kThreads));
-    affine_gradients<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels),
-                                                    tensors.grad_weight, tensors.grad_bias);
-    FUSEDCONV_CUDA("groupnorm gradients: affine_gradients", cudaGetLastError());
-  }
+  launch_merge(p, tensors, affine, partials, split.count, sums, terms, stream);
   if (output == nullptr) return;
   widest([&](auto vector) {
     constexpr int kVector = vector.value;
@@ -409,10 +330,38 @@ void launch_gradients(GroupNormProblem const& p, GradientTensors const& tensors,
   FUSEDCONV_CUDA("groupnorm gradients: input", cudaGetLastError());
 }
 
+// Streaming pays from here on: below, both passes are served by L2, and a cooperative launch costs more.
+constexpr int64_t kStreamedBytes = int64_t(32) << 20;
+
+int current_device() {
+  int device = 0;
+  FUSEDCONV_CUDA("groupnorm gradients", cudaGetDevice(&device));
+  return device;
+}
+
+StreamPlan streamed_plan(GroupNormProblem const& p, bool aligned) {
+  if (p.batch * p.channels * p.pixels * size_of(p.dtype) < kStreamedBytes) {
+    StreamPlan plan;
+    plan.obstacle = "the tensor is small";
+    return plan;
+  }
+  return plan_streamed_gradients(p, aligned, current_device());
+}
+
+bool streams(StreamPlan const& plan) { return plan.obstacle.empty(); }
+
 }  // namespace
 
 int64_t gradient_workspace_bytes(GroupNormProblem const& p) {
-  return (partial_count(p) + p.batch * p.channels + p.batch * p.groups) * int64_t(sizeof(float2));
+  if (p.batch == 0 || p.pixels == 0) return 0;
+  int64_t partials = partial_count(p);
+  int64_t words = 0;
+  if (StreamPlan const plan = streamed_plan(p, true); streams(plan)) {
+    partials = std::max(partials, p.batch * p.channels * streamed_sums_per_plane(plan));
+    words = plan.words;
+  }
+  return (partials + p.batch * p.channels + p.batch * p.groups) * int64_t(sizeof(float2)) +
+         words * int64_t(sizeof(uint64_t));
 }
 
 void gradients(GroupNormProblem const& p, GradientTensors const& tensors, void* workspace,
@@ -421,14 +370,28 @@ void gradients(GroupNormProblem const& p, GradientTensors const& tensors, void* 
                   p.groups, " for ", p.channels, " channels");
   FUSEDCONV_CHECK(p.batch * p.channels <= 0x7fffffff, "batch x channels is ", p.batch * p.channels);
   if (p.batch == 0 || p.pixels == 0) return;
-  auto* const partials = static_cast<float2*>(workspace);
-  float2* const sums = partials + partial_count(p);
+  bool const aligned = device::is_aligned(tensors.input, 16) &&
+                       device::is_aligned(tensors.grad_output, 16) &&
+                       device::is_aligned(tensors.grad_input, 16);
+  StreamPlan const plan = streamed_plan(p, aligned);
+  bool const streamed = streams(plan) && tensors.grad_input != nullptr;
+  auto* const sums = static_cast<float2*>(workspace);
   auto* const terms = reinterpret_cast<GroupTerms*>(sums + p.batch * p.channels);
+  auto* const words = reinterpret_cast<uint64_t*>(terms + p.batch * p.groups);
+  auto* const partials = reinterpret_cast<float2*>(words + (streamed ? plan.words : 0));
   GroupNormTensors const forward{.weight = tensors.weight,
                                  .bias = tensors.bias,
                                  .mean = const_cast<float*>(tensors.mean),
                                  .rstd = const_cast<float*>(tensors.rstd)};
   Affine const affine = affine_of(p, forward);
+  if (streamed) {
+    streamed_gradients(plan, p, tensors, partials, words, stream);
+    if (tensors.grad_weight != nullptr || tensors.grad_bias != nullptr) {
+      launch_merge(p, tensors, affine, partials, int(streamed_sums_per_plane(plan)), sums, terms,
+                   stream);
+    }
+    return;
+  }
   bool const activate =
       p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
   device::dispatch_type(p.dtype, [&](auto zero) {

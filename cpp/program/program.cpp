@@ -120,6 +120,23 @@ void Program::normalize_resident(groupnorm::ResidentPlan const& plan,
   });
 }
 
+void Program::normalize_streamed(groupnorm::StreamPlan const& plan, groupnorm::Passes const& passes,
+                                 Operand input, Operand mean, Operand rstd, Operand weight,
+                                 Operand bias, Operand output) {
+  FUSEDCONV_CHECK(chunk_ == batch_, "normalize_streamed: chunk is ", chunk_, " of ", batch_);
+  note({input, mean, rstd, weight, bias, output});
+  Operand const words = scratch(0, groupnorm::streamed_workspace_bytes(plan));
+  steps_.push_back([=](Context const& context) {
+    GroupNormTensors const tensors{.input = context.at(input),
+                                   .output = context.at(output),
+                                   .weight = context.at(weight),
+                                   .bias = context.at(bias),
+                                   .mean = static_cast<float*>(context.at(mean)),
+                                   .rstd = static_cast<float*>(context.at(rstd))};
+    groupnorm::normalize_streamed(plan, passes, tensors, context.at(words), context.stream);
+  });
+}
+
 void Program::note(std::initializer_list<Operand> operands) {
   for (Operand const& operand : operands) slots_ = std::max(slots_, operand.slot + 1);
 }

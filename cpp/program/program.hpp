@@ -11,6 +11,7 @@
 #include "conv/convolution.hpp"
 #include "groupnorm/groupnorm.hpp"
 #include "groupnorm/resident.hpp"
+#include "groupnorm/streamed.hpp"
 #include "layout/layout.hpp"
 
 namespace fusedconv {
@@ -46,8 +47,12 @@ class Program {
   void moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd);
   void normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
                  Operand weight, Operand bias, Operand output);
-  // One pass; the program must not be cut into chunks.
+  // One pass, both of them; the program must not be cut into chunks.
   void normalize_resident(groupnorm::ResidentPlan const& plan, groupnorm::Passes const& passes,
+                          Operand input, Operand mean, Operand rstd, Operand weight, Operand bias,
+                          Operand output);
+
+  void normalize_streamed(groupnorm::StreamPlan const& plan, groupnorm::Passes const& passes,
                           Operand input, Operand mean, Operand rstd, Operand weight, Operand bias,
                           Operand output);
 

@@ -182,7 +182,7 @@ def group_norm_gradients(
     codes = {"layout": LAYOUT_CODES[layout], "dtype": DTYPE_CODES[input.dtype]}
     size = {"batch": batch, "channels": channels, "pixels": pixels, "groups": num_groups}
     workspace = torch.empty(
-        _C.group_norm_gradient_workspace_bytes(**size, **codes),
+        _C.group_norm_gradient_workspace_bytes(input.device.index, **size, **codes),
         dtype=torch.uint8,
         device=input.device,
     )

@@ -1,8 +1,9 @@
-"""GroupNorm alone on CUDA, activations fused: one pass where a block holds a group, else two."""
+"""GroupNorm alone on CUDA, activations fused: one pass where groups fit on chip, else two."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from fusedconv import _C
 from fusedconv.kernels.cuda_program import (
@@ -38,19 +39,17 @@ def supports_norm_alone(problem: Problem) -> Support:
     return supports_cuda(problem)
 
 
-class GroupNormResident(Kernel):
-    """Each element read once: a group stays in registers between moments and normalisation."""
+class GroupNormOnePass(Kernel):
+    """What the kernels that read each element once have in common."""
 
-    name = "groupnorm_resident"
     provider = "groupnorm_cuda"
 
-    def _plan(self, problem: Problem) -> _C.GroupNormResidentPlan:
-        return _C.plan_resident(
-            self._passes(problem),
-            batch=problem.batch,
-            # A copy of a strided input is a fresh, aligned tensor.
-            aligned=problem.aligned or problem.layout == "strided",
-        )
+    def _plan(self, problem: Problem) -> Any:
+        raise NotImplementedError
+
+    def _add_step(self, program: _C.Program, plan: Any, *arguments: Any, **operands: Any) -> str:
+        """Appends the step; returns where a group stays meanwhile."""
+        raise NotImplementedError
 
     def _passes(self, problem: Problem) -> _C.GroupNormPasses:
         return group_norm_passes(
@@ -67,20 +66,15 @@ class GroupNormResident(Kernel):
         plan = self._plan(problem)
         return Support.no(plan.obstacle) if plan.obstacle else Support.yes()
 
-    def cost(self, problem: Problem) -> float:
-        passes = 2 if problem.layout != "strided" else 4
-        trip = problem.input_elements * problem.dtype.itemsize
-        return 0.003 + copy_milliseconds(passes * trip, problem.architecture)
-
     def compile(self, problem: Problem) -> Plan:
         assert problem.norm is not None
         sample = problem.channels * math.prod(problem.spatial)
         program = _C.Program(problem.device_index, problem.batch, 0)
         statistics = 4 * problem.norm.num_groups
         absent = _C.Operand()
-        plan = self._plan(problem)
-        program.normalize_resident(
-            plan,
+        place = self._add_step(
+            program,
+            self._plan(problem),
             self._passes(problem),
             input=program.tensor(INPUT, sample * problem.dtype.itemsize),
             mean=program.tensor(MEAN, statistics) if problem.save else absent,
@@ -92,8 +86,64 @@ class GroupNormResident(Kernel):
         steps = [CONTIGUOUS_STEP] if problem.layout == "strided" else []
         parts = [problem.activation_before, "moments + normalize", problem.activation_after]
         what = " + ".join(part for part in parts if part != "identity")
-        steps.append(f"{what} in one pass ({plan.threads} threads a group)")
+        steps.append(f"{what} in one pass ({place})")
         return ProgramPlan(self.name, tuple(steps), problem, program, problem.device_index)
+
+
+def readable_aligned(problem: Problem) -> bool:
+    """Whether kernels see 16-byte alignment: a copy of a strided input is a fresh tensor."""
+    return problem.aligned or problem.layout == "strided"
+
+
+class GroupNormResident(GroupNormOnePass):
+    """A group stays in the registers of one block."""
+
+    name = "groupnorm_resident"
+
+    def _plan(self, problem: Problem) -> _C.GroupNormResidentPlan:
+        return _C.plan_resident(
+            self._passes(problem), batch=problem.batch, aligned=readable_aligned(problem)
+        )
+
+    def _add_step(
+        self,
+        program: _C.Program,
+        plan: _C.GroupNormResidentPlan,
+        *arguments: Any,
+        **operands: Any,
+    ) -> str:
+        program.normalize_resident(plan, *arguments, **operands)
+        return f"{plan.threads} threads a group"
+
+    def cost(self, problem: Problem) -> float:
+        passes = 2 if problem.layout != "strided" else 4
+        trip = problem.input_elements * problem.dtype.itemsize
+        return 0.003 + copy_milliseconds(passes * trip, problem.architecture)
+
+
+class GroupNormStreamed(GroupNormOnePass):
+    """The shared memory of all multiprocessors together holds the groups at work."""
+
+    name = "groupnorm_streamed"
+
+    def _plan(self, problem: Problem) -> _C.GroupNormStreamPlan:
+        return _C.plan_streamed(
+            self._passes(problem),
+            batch=problem.batch,
+            aligned=readable_aligned(problem),
+            device=problem.device_index,
+        )
+
+    def _add_step(
+        self, program: _C.Program, plan: _C.GroupNormStreamPlan, *arguments: Any, **operands: Any
+    ) -> str:
+        program.normalize_streamed(plan, *arguments, **operands)
+        return f"groups in the shared memory of {plan.blocks} multiprocessors"
+
+    def cost(self, problem: Problem) -> float:
+        passes = 2.1 if problem.layout != "strided" else 4.1
+        trip = problem.input_elements * problem.dtype.itemsize
+        return 0.012 + copy_milliseconds(passes * trip, problem.architecture)
 
 
 class GroupNormTwoPass(Kernel):
@@ -128,4 +178,5 @@ class GroupNormTwoPass(Kernel):
 
 def register(registry: Registry) -> None:
     registry.register(GroupNormResident())
+    registry.register(GroupNormStreamed())
     registry.register(GroupNormTwoPass())

@@ -1,0 +1,367 @@
+#include "groupnorm/streamed.hpp"
+
+#include <algorithm>
+
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
+#include "groupnorm/moments.hpp"
+#include "groupnorm/stream_device.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Moments;
+using device::Pack;
+using device_stream::Cursor;
+using device_stream::Extent;
+using device_stream::Place;
+
+constexpr int kWorkerWarps = kWorkers / 32;
+constexpr int kThreadsPerBlock = 2 * kWorkers + 3 * 32;
+
+struct Statistics {
+  float mean;
+  float rstd;
+};
+
+struct StreamShared {
+  device_stream::Barriers barriers;
+  Statistics statistics[kUnitSlots];
+  Moments partial[kWorkerWarps];
+};
+
+// kWorkers threads normalise chunks in place.
+template <class T, bool kActivate>
+__device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream const& s,
+                                                 StreamShared& shared, unsigned char* ring,
+                                                 float2 const* table, int thread) {
+  constexpr int kVector = 16 / sizeof(T);
+  using Values = Pack<T, kVector>;
+  Place place;
+  Place unit;
+  unsigned current = ~0u;
+  unsigned first_channel = 0;
+  Statistics statistics{};
+  for (Cursor cursor(s); cursor.valid(s); cursor.advance(s), place.advance(s.slots)) {
+    if (cursor.unit != current) {
+      if (current != ~0u) unit.advance(kUnitSlots);
+      current = cursor.unit;
+      first_channel = current % unsigned(affine.groups) * unsigned(affine.channels_per_group);
+      device_stream::wait(&shared.barriers.merged[unit.slot], unit.parity);
+      statistics = shared.statistics[unit.slot];
+    }
+    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
+    Extent const extent = Extent::of(s, cursor.chunk);
+    T* const slot = reinterpret_cast<T*>(ring + place.slot * kSlotBytes) + thread * kVector;
+    auto const channel_of = [&](unsigned vector) {
+      float2 const entry = table[first_channel + vector / s.plane_vectors];
+      return ChannelAffine{statistics.mean, statistics.rstd * entry.x, entry.y};
+    };
+    auto const normalized_values = [&](Values const& values, ChannelAffine const& channel) {
+      Values result;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        result.values[v] = device::from_float<T>(
+            normalized<kActivate>(device::to_float(values.values[v]), channel, affine));
+      }
+      return result;
+    };
+    unsigned const channel = extent.first / s.plane_vectors;
+    bool const whole = extent.vectors == kWorkers * kSlotVectors &&
+                       extent.first + extent.vectors <= (channel + 1) * s.plane_vectors;
+    if (whole) {  // usual with large planes: full, and of one channel
+      ChannelAffine const constants = channel_of(extent.first);
+      Values values[kSlotVectors];
+#pragma unroll
+      for (int i = 0; i < kSlotVectors; ++i)
+        values[i] = Values::load(slot + i * kWorkers * kVector);
+#pragma unroll
+      for (int i = 0; i < kSlotVectors; ++i) {
+        normalized_values(values[i], constants).store(slot + i * kWorkers * kVector);
+      }
+    } else {
+#pragma unroll 1
+      for (unsigned i = 0; thread + i * kWorkers < extent.vectors; ++i) {
+        ChannelAffine const constants = channel_of(extent.first + thread + i * kWorkers);
+        normalized_values(Values::load(slot + i * kWorkers * kVector), constants)
+            .store(slot + i * kWorkers * kVector);
+      }
+    }
+    device_stream::fence_for_bulk();
+    __syncwarp();
+    if (thread % 32 == 0) device_stream::arrive(&shared.barriers.done[place.slot]);
+  }
+}
+
+// Valid in lane 0, of the first kLanes lanes' values.
+template <int kLanes>
+__device__ __forceinline__ Moments merge_lanes(Moments value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
+  return value;
+}
+
+// kWorkers threads take the block's partial moments of each unit.
+template <class T, bool kActivate>
+__device__ __forceinline__ void take_moments(Stream const& s, Activation activation,
+                                             StreamShared& shared, unsigned char const* ring,
+                                             uint64_t* words, int thread) {
+  constexpr int kVector = 16 / sizeof(T);
+  constexpr int kBarrier = 1;
+  int const warp = thread / 32;
+  int const lane = thread % 32;
+  Place place;
+  int unit_slot = 0;
+  Moments running;
+  for (Cursor cursor(s); cursor.valid(s); place.advance(s.slots)) {
+    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
+    unsigned const vectors = Extent::of(s, cursor.chunk).vectors;
+    T const* const slot =
+        reinterpret_cast<T const*>(ring + place.slot * kSlotBytes) + thread * kVector;
+    if (vectors == kWorkers * kSlotVectors) {
+      float values[kSlotVectors * kVector];
+#pragma unroll
+      for (int i = 0; i < kSlotVectors; ++i) {
+        auto const pack = Pack<T, kVector>::load(slot + i * kWorkers * kVector);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          values[i * kVector + v] = before<kActivate>(activation, device::to_float(pack.values[v]));
+        }
+      }
+      running.merge(device::moments_of(values));
+    } else {
+#pragma unroll 1
+      for (unsigned i = 0; thread + i * kWorkers < vectors; ++i) {
+        auto const pack = Pack<T, kVector>::load(slot + i * kWorkers * kVector);
+        float values[kVector];
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          values[v] = before<kActivate>(activation, device::to_float(pack.values[v]));
+        }
+        running.merge(device::moments_of(values));
+      }
+    }
+    Cursor const last = cursor;
+    cursor.advance(s);
+    if (cursor.unit == last.unit) continue;
+    running = merge_lanes<32>(running);
+    if (lane == 0) shared.partial[warp] = running;
+    device_stream::sync_workers(kBarrier);
+    if (warp == 0) {
+      running = merge_lanes<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{});
+      running = {__shfl_sync(~0u, running.count, 0), __shfl_sync(~0u, running.mean, 0),
+                 __shfl_sync(~0u, running.m2, 0)};
+      if (lane < kCopies) {
+        device_stream::publish(words + device_stream::first_word(s, lane, last.unit) +
+                                   device_stream::participant(s, last),
+                               running.mean, running.m2);
+      }
+      if (lane == 0) device_stream::arrive(&shared.barriers.taken[unit_slot]);
+    }
+    unit_slot = (unit_slot + 1) % kUnitSlots;
+    device_stream::sync_workers(kBarrier);
+    running = {};
+  }
+}
+
+// One warp waits for all participants' partial moments of each unit that the block holds a part of, and
+// merges them in the same order in every block.
+__device__ __forceinline__ void merge_units(Stream const& s, float vector_values, float eps,
+                                            StreamShared& shared, uint64_t const* words,
+                                            float* __restrict__ mean, float* __restrict__ rstd) {
+  int const lane = threadIdx.x % 32;
+  int const count = device_stream::participants(s);
+  float const full = vector_values * float(s.chunk_vectors);
+  float const last = vector_values * float(s.run_vectors - (s.chunks - 1) * s.chunk_vectors);
+  // A participant whose first chunk is c < blocks holds rounds + (c <= rest) chunks.
+  unsigned const rounds = (s.chunks - 1) / s.blocks;
+  unsigned const rest = (s.chunks - 1) - rounds * s.blocks;
+  unsigned current = ~0u;
+  Place unit;
+  for (Cursor cursor(s); cursor.valid(s); cursor.advance(s)) {
+    if (cursor.unit == current) continue;
+    if (current != ~0u) unit.advance(kUnitSlots);
+    current = cursor.unit;
+    // The block that holds the unit's first chunk.
+    unsigned const first = blockIdx.x >= cursor.chunk ? blockIdx.x - cursor.chunk
+                                                      : blockIdx.x + s.blocks - cursor.chunk;
+    device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
+    auto const gathered = device_stream::Words::gather(
+        words + device_stream::first_word(s, int(blockIdx.x) % kCopies, current), count);
+    Moments total;
+#pragma unroll
+    for (int i = 0; i < kPolls; ++i) {
+      unsigned const source = lane + 32 * i;
+      if (source >= unsigned(count)) continue;
+      unsigned const chunk =
+          s.chunks <= s.blocks ? source : source - first + (source < first ? s.blocks : 0);
+      float const size = float(rounds - (chunk > rest)) * full + (chunk == rest ? last : full);
+      float2 const value = device_stream::unpacked(gathered.values[i]);
+      total.merge({size, value.x, value.y});
+    }
+    total = merge_lanes<32>(total);
+    if (lane == 0) {
+      Statistics const statistics{total.mean, rsqrtf(total.m2 / total.count + eps)};
+      shared.statistics[unit.slot] = statistics;
+      device_stream::arrive(&shared.barriers.merged[unit.slot]);
+      if (cursor.chunk == 0 && mean != nullptr) {
+        mean[current] = statistics.mean;
+        rstd[current] = statistics.rstd;
+      }
+    }
+  }
+}
+
+template <class T, bool kActivate>
+__global__ void __launch_bounds__(kThreadsPerBlock, 1)
+    normalize_stream(uint4 const* input, uint4* output, Affine affine, float* __restrict__ mean,
+                     float* __restrict__ rstd, uint64_t* words, Stream stream, float eps) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ StreamShared shared;
+  auto* const table = reinterpret_cast<float2*>(ring + stream.slots * kSlotBytes);
+  for (int c = threadIdx.x; c < affine.channels; c += kThreadsPerBlock) {
+    table[c] =
+        make_float2(affine.weight ? device::load_as_float(affine.weight, c, affine.dtype) : 1.0f,
+                    affine.bias ? device::load_as_float(affine.bias, c, affine.dtype) : 0.0f);
+  }
+  shared.barriers.init(stream.slots);
+  __syncthreads();
+  int const thread = int(threadIdx.x);
+  if (thread < kWorkers) {
+    normalize_chunks<T, kActivate>(affine, stream, shared, ring, table, thread);
+  } else if (thread < 2 * kWorkers) {
+    take_moments<T, kActivate>(stream, affine.activation_before, shared, ring, words,
+                               thread - kWorkers);
+  } else if (thread < 2 * kWorkers + 32) {
+    merge_units(stream, 16.0f / sizeof(T), eps, shared, words, mean, rstd);
+  } else if (thread == 2 * kWorkers + 32) {
+    device_stream::load_chunks<1>({input}, stream, shared.barriers, ring);
+  } else if (thread == 2 * kWorkers + 64) {
+    device_stream::store_chunks(output, stream, shared.barriers, ring);
+  }
+#endif
+}
+
+template <class T, bool kActivate>
+void launch(StreamPlan const& plan, Passes const& passes, GroupNormTensors const& tensors,
+            uint64_t* words, cudaStream_t stream) {
+  GroupNormProblem const& p = passes.problem;
+  auto const kernel = normalize_stream<T, kActivate>;
+  FUSEDCONV_CUDA(
+      "groupnorm_streamed",
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes));
+  auto const* input = static_cast<uint4 const*>(tensors.input);
+  auto* output = static_cast<uint4*>(tensors.output);
+  Affine affine = affine_of(p, tensors);
+  float* mean = tensors.mean;
+  float* rstd = tensors.rstd;
+  Stream s = plan.stream;
+  float eps = float(p.eps);
+  void* arguments[] = {&input, &output, &affine, &mean, &rstd, &words, &s, &eps};
+  FUSEDCONV_CUDA("groupnorm_streamed",
+                 cudaLaunchCooperativeKernel(kernel, dim3(s.blocks), dim3(kThreadsPerBlock),
+                                             arguments, plan.shared_bytes, stream));
+}
+
+StreamPlan refused(std::string reason) {
+  StreamPlan plan;
+  plan.obstacle = std::move(reason);
+  return plan;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  FUSEDCONV_CUDA("groupnorm_streamed", cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+}  // namespace
+
+StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int device) {
+  int64_t const vector = 16 / size_of(p.dtype);
+  if (p.layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
+  if (!aligned) return refused("an address is not a multiple of 16 bytes");
+  if (p.pixels % vector != 0) {
+    return refused(detail::join("a plane of ", p.pixels, " elements is not whole 16-byte vectors"));
+  }
+  if (attribute(cudaDevAttrComputeCapabilityMajor, device) < 9) {
+    return refused("the device has no bulk copies (compute capability 9.0)");
+  }
+  if (attribute(cudaDevAttrCooperativeLaunch, device) == 0) {
+    return refused("the device has no cooperative launches");
+  }
+  int64_t const units = p.batch * p.groups;
+  int64_t const limit = int64_t(1) << 31;
+  if (units < 1 || units >= limit) return refused(detail::join("there are ", units, " groups"));
+  if (p.group_size() >= limit) return refused("a group has 2^31 elements or more");
+
+  StreamPlan plan;
+  Stream& s = plan.stream;
+  s.units = unsigned(units);
+  s.plane_vectors = unsigned(p.pixels / vector);
+  s.unit_vectors = p.group_size() / vector;
+  s.run_vectors = tensors == 1 ? unsigned(s.unit_vectors) : s.plane_vectors;
+  s.chunk_vectors = unsigned(kWorkers * kSlotVectors / tensors);
+  s.run_chunks = unsigned(ceil_div(s.run_vectors, s.chunk_vectors));
+  s.chunks = s.run_chunks * unsigned(tensors == 1 ? 1 : p.channels_per_group());
+  int const multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  s.blocks = unsigned(std::min<int64_t>({multiprocessors, kMaxBlocks, units * s.chunks}));
+  s.step_units = s.blocks / s.chunks;
+  s.step_chunks = s.blocks % s.chunks;
+  int const table = int(round_up(p.channels * int64_t(sizeof(float2)), 128));
+  int const limit_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  s.slots = std::min<int>(kMaxSlots, (limit_bytes - table - (2 << 10)) / kSlotBytes);
+  int64_t const held = ceil_div(s.chunks, s.blocks);
+  if (held + 1 > s.slots) {
+    return refused(detail::join("a group needs ", held, " of a block's ", s.slots,
+                                " slots of shared memory, and one must be free"));
+  }
+  plan.words = kCopies * units * std::min(s.chunks, s.blocks);
+  // Per block: a chunk's bytes, loaded and stored, at the rate of a copy, which is 0.87 of what the
+  // memory's clock gives. What fits L2 is not held up.
+  double const bytes_per_ns = 2e-6 * attribute(cudaDevAttrMemoryClockRate, device) *
+                              (attribute(cudaDevAttrGlobalMemoryBusWidth, device) / 8);
+  double const moved = double(s.chunk_vectors) * 16 * (tensors + 1);
+  int64_t const total = p.batch * p.channels * p.pixels * size_of(p.dtype) * (tensors + 1);
+  if (bytes_per_ns > 0 && total > 2 * int64_t(attribute(cudaDevAttrL2CacheSize, device))) {
+    s.pace = unsigned(0.965 * moved * s.blocks / (0.87 * bytes_per_ns));
+  }
+  plan.shared_bytes = s.slots * kSlotBytes + table;
+  return plan;
+}
+
+StreamPlan plan_streamed(Passes const& passes, int64_t batch, bool aligned, int device) {
+  GroupNormProblem p = passes.problem;
+  p.batch = batch;
+  if (passes.output_dtype != p.dtype) return refused("output and input dtype differ");
+  if (passes.output_layout != p.layout) return refused("output and input layout differ");
+  if (passes.row_channels != p.channels) return refused("rows of channels are padded");
+  return plan_stream(p, 1, aligned, device);
+}
+
+int64_t streamed_workspace_bytes(StreamPlan const& plan) {
+  return plan.words * int64_t(sizeof(uint64_t));
+}
+
+void normalize_streamed(StreamPlan const& plan, Passes const& passes,
+                        GroupNormTensors const& tensors, void* workspace, cudaStream_t stream) {
+  GroupNormProblem const& p = passes.problem;
+  FUSEDCONV_CHECK(plan.stream.slots > 0, "normalize_streamed: ", plan.obstacle);
+  FUSEDCONV_CHECK(device::is_aligned(tensors.input, 16) && device::is_aligned(tensors.output, 16),
+                  "normalize_streamed: input or output is not aligned to 16 bytes");
+  FUSEDCONV_CUDA("groupnorm_streamed",
+                 cudaMemsetAsync(workspace, 0xff, streamed_workspace_bytes(plan), stream));
+  bool const activate =
+      p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    device::dispatch_bool(activate, [&](auto active) {
+      launch<decltype(zero), active.value>(plan, passes, tensors, static_cast<uint64_t*>(workspace),
+                                           stream);
+    });
+  });
+}
+
+}  // namespace fusedconv::groupnorm

@@ -34,7 +34,11 @@ CASES = [
     ((1, 16, 512, 512), 1),
     ((3, 64, 200, 104), 2),
     ((40, 16, 128, 128), 4),
+    ((3, 24, 148, 300), 8),
 ]
+# Large enough for the streamed gradients, with planes that chunks do not divide.
+LARGE_CASES = [((10, 32, 256, 264), 4), ((40, 6, 300, 304), 2), ((6, 1, 2048, 2052), 1)]
+ONE_PASS = ["groupnorm_resident", "groupnorm_streamed"]
 
 
 def eager(x, groups, weight, bias, activation, order):
@@ -53,7 +57,7 @@ def eager(x, groups, weight, bias, activation, order):
 @pytest.mark.parametrize(
     ("dtype", "layout"), list(itertools.product(FLOOR, ("nchw", "nhwc"))), ids=str
 )
-@pytest.mark.parametrize("kernel", ["groupnorm_resident", "groupnorm_two_pass"])
+@pytest.mark.parametrize("kernel", ONE_PASS + ["groupnorm_two_pass"])
 @pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
 def test_against_fp64(shape, groups, kernel, dtype, layout, monkeypatch):
     torch.manual_seed(sum(shape))
@@ -76,7 +80,7 @@ def test_against_fp64(shape, groups, kernel, dtype, layout, monkeypatch):
         try:
             actual = group_norm(x, groups, weight, bias, activation=activation, order=order)
         except fusedconv.NoKernelError as refusal:
-            assert kernel == "groupnorm_resident"
+            assert kernel in ONE_PASS
             pytest.skip(str(refusal).splitlines()[-1].strip())
         double = [None if t is None else t.double() for t in (weight, bias)]
         reference = eager(x.double(), groups, *double, activation, order)
@@ -154,7 +158,7 @@ def test_more_than_two_to_the_31_elements():
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", FLOOR, ids=str)
-@pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "groups"), CASES + LARGE_CASES, ids=str)
 def test_gradients_against_fp64(shape, groups, dtype, layout):
     torch.manual_seed(sum(shape))
     x = (torch.randn(shape, device="cuda") + 0.3).to(dtype)
@@ -208,9 +212,61 @@ def test_gradients_against_fp64(shape, groups, dtype, layout):
         assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
-def test_repetitions_are_bit_identical():
-    for shape, groups in (((4, 64, 128, 128), 8), ((2, 96, 50, 50), 32)):
-        x = torch.randn(shape, device="cuda")
-        for candidate in (x, x.contiguous(memory_format=torch.channels_last)):
-            first = group_norm(candidate, groups)
-            assert all(torch.equal(group_norm(candidate, groups), first) for _ in range(50))
+@pytest.mark.parametrize("kernel", [*ONE_PASS, "groupnorm_two_pass"])
+def test_thousand_repetitions_are_bit_identical(kernel, monkeypatch):
+    monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
+    shape, groups = (
+        ((8, 64, 24, 24), 8) if kernel == "groupnorm_resident" else ((6, 64, 128, 128), 8)
+    )
+    x = torch.randn(shape, device="cuda")
+    first = group_norm(x, groups)
+    assert all(torch.equal(group_norm(x, groups), first) for _ in range(1000))
+
+
+def test_thousand_gradients_are_bit_identical():
+    x = torch.randn(9, 16, 256, 256, device="cuda", requires_grad=True)
+    module = fusedconv.GroupNorm(4, 16).cuda()
+    grad = torch.randn_like(x)
+    output = module(x)
+    leaves = (x, module.weight, module.bias)
+
+    def gradients():
+        return torch.autograd.grad(output, leaves, grad, retain_graph=True)
+
+    first = gradients()
+    for _ in range(1000):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
+
+
+def test_streams_that_hold_part_of_the_gpu(monkeypatch):
+    """Kernels whose blocks wait for each other finish, whatever runs beside them."""
+    monkeypatch.setenv("FUSEDCONV_KERNEL", "groupnorm_streamed")
+    x = torch.randn(16, 64, 128, 128, device="cuda")
+    expected = group_norm(x, 8)
+    a = torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16)
+    others = [torch.cuda.Stream() for _ in range(3)]
+    ours = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(100):
+        for stream in others:
+            with torch.cuda.stream(stream):
+                torch.mm(a, a)
+        for stream in ours:
+            with torch.cuda.stream(stream):
+                outputs.append(group_norm(x, 8))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_streamed_inside_a_cuda_graph(monkeypatch):
+    monkeypatch.setenv("FUSEDCONV_KERNEL", "groupnorm_streamed")
+    x = torch.randn(4, 32, 128, 128, device="cuda")
+    group_norm(x, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = group_norm(x, 4)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(output, group_norm(x, 4))

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
 __device__ __forceinline__ void store_moments(Moments const& total, int64_t group, float eps,
                                               float* mean, float* rstd) {
   mean[group] = total.mean;
-  rstd[group] = rsqrtf(total.m2 / total.count + eps);
+  rstd[group] = device::reciprocal_deviation(total, eps);
 }
 
 // One warp per group merges its splits.

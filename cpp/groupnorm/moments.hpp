@@ -34,6 +34,15 @@ struct Moments {
   }
 };
 
+// 1 / sqrt(variance + eps). The instruction's two units of error would be in every element of the group;
+// a Newton step leaves less than one. Infinity and NaN stay as the instruction gives them.
+__device__ __forceinline__ float reciprocal_deviation(Moments const& total, float eps) {
+  float const value = total.m2 / total.count + eps;
+  float const estimate = rsqrtf(value);
+  float const residual = fmaf(-value * estimate, estimate, 1.0f);
+  return residual == residual ? fmaf(0.5f * estimate, residual, estimate) : estimate;
+}
+
 // The moments of kCount values held in registers: exact two-pass arithmetic, no divisions.
 template <int kCount>
 __device__ __forceinline__ Moments moments_of(float const (&values)[kCount]) {

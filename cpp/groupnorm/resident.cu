@@ -61,7 +61,7 @@ struct Statistics {
 };
 
 __device__ __forceinline__ Statistics statistics_of(Moments const& total, float eps) {
-  return {total.mean, rsqrtf(total.m2 / total.count + eps)};
+  return {total.mean, device::reciprocal_deviation(total, eps)};
 }
 
 // Scale and shift of one channel, given its group's statistics.

@@ -20,13 +20,13 @@ inline constexpr int kMaxSlots = 13;
 inline constexpr int kUnitSlots = 16;  // units whose statistics a block may have to hold
 inline constexpr int kPolls = 5;       // words that a merging lane reads
 inline constexpr int kMaxBlocks = 32 * kPolls;
-inline constexpr int kCopies = 2;  // of each word, so that not all blocks poll the same lines
 
 // Groups of a channels-first tensor, cut into chunks of one run of memory. A group is cut as one run,
 // or plane by plane, so that a chunk has one channel.
 struct Stream {
   unsigned blocks;
   int slots;
+  int copies;           // of each word, so that not all blocks poll the same lines
   unsigned units;       // groups of all samples
   unsigned chunks;      // of a unit
   unsigned step_units;  // from a block's chunk to its next one

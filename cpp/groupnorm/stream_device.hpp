@@ -197,13 +197,22 @@ struct Barriers {
   uint64_t taken[kUnitSlots];   // the block's share of a unit is published
   uint64_t merged[kUnitSlots];  // all blocks' shares are known
 
+  // By the threads that wrote a slot's result. Who loads the slot anew waits for each of them, and not
+  // only for the store that waited for them: racecheck follows no longer chains.
+  __device__ __forceinline__ void finish(int slot) {
+    fence_for_bulk();
+    arrive(&free[slot]);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&done[slot]);
+  }
+
   // By all threads, before the block's first barrier.
   __device__ __forceinline__ void init(int slots) {
     int const i = int(threadIdx.x);
     if (i < slots) {
       init_barrier(&full[i], 1);
       init_barrier(&done[i], kWorkers / 32);
-      init_barrier(&free[i], 1);
+      init_barrier(&free[i], kWorkers + 1);
     }
     if (i < kUnitSlots) {
       init_barrier(&taken[i], 1);
@@ -216,7 +225,7 @@ struct Barriers {
 // Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate, and
 // chunks of the oldest unit, which everything waits for, come after younger ones.
 inline constexpr int kLoadsAhead = 6;  // chunks under way to shared memory
-inline constexpr int kL2Ahead = 2;     // chunks under way to L2, beyond the ring
+inline constexpr int kL2Ahead = 1;     // chunks under way to L2, beyond the ring
 
 // One thread loads chunks: kTensors pieces side by side in a slot.
 template <int kTensors>

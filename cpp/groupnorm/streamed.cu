@@ -89,9 +89,7 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
             .store(slot + i * kWorkers * kVector);
       }
     }
-    device_stream::fence_for_bulk();
-    __syncwarp();
-    if (thread % 32 == 0) device_stream::arrive(&shared.barriers.done[place.slot]);
+    shared.barriers.finish(place.slot);
   }
 }
 
@@ -153,7 +151,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
       running = merge_lanes<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{});
       running = {__shfl_sync(~0u, running.count, 0), __shfl_sync(~0u, running.mean, 0),
                  __shfl_sync(~0u, running.m2, 0)};
-      if (lane < kCopies) {
+      if (lane < s.copies) {
         device_stream::publish(words + device_stream::first_word(s, lane, last.unit) +
                                    device_stream::participant(s, last),
                                running.mean, running.m2);
@@ -189,7 +187,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
                                                       : blockIdx.x + s.blocks - cursor.chunk;
     device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
     auto const gathered = device_stream::Words::gather(
-        words + device_stream::first_word(s, int(blockIdx.x) % kCopies, current), count);
+        words + device_stream::first_word(s, int(blockIdx.x) % s.copies, current), count);
     Moments total;
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
@@ -203,7 +201,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
     }
     total = merge_lanes<32>(total);
     if (lane == 0) {
-      Statistics const statistics{total.mean, rsqrtf(total.m2 / total.count + eps)};
+      Statistics const statistics{total.mean, device::reciprocal_deviation(total, eps)};
       shared.statistics[unit.slot] = statistics;
       device_stream::arrive(&shared.barriers.merged[unit.slot]);
       if (cursor.chunk == 0 && mean != nullptr) {
@@ -319,7 +317,8 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
     return refused(detail::join("a group needs ", held, " of a block's ", s.slots,
                                 " slots of shared memory, and one must be free"));
   }
-  plan.words = kCopies * units * std::min(s.chunks, s.blocks);
+  s.copies = tensors == 1 ? 2 : 4;
+  plan.words = s.copies * units * std::min(s.chunks, s.blocks);
   // Per block: a chunk's bytes, loaded and stored, at the rate of a copy, which is 0.87 of what the
   // memory's clock gives. What fits L2 is not held up.
   double const bytes_per_ns = 2e-6 * attribute(cudaDevAttrMemoryClockRate, device) *
@@ -327,7 +326,8 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
   double const moved = double(s.chunk_vectors) * 16 * (tensors + 1);
   int64_t const total = p.batch * p.channels * p.pixels * size_of(p.dtype) * (tensors + 1);
   if (bytes_per_ns > 0 && total > 2 * int64_t(attribute(cudaDevAttrL2CacheSize, device))) {
-    s.pace = unsigned(0.965 * moved * s.blocks / (0.87 * bytes_per_ns));
+    // Gradients have fewer units in the ring, and need their stores spread further.
+    s.pace = unsigned((tensors == 1 ? 0.965 : 1.1) * moved * s.blocks / (0.87 * bytes_per_ns));
   }
   plan.shared_bytes = s.slots * kSlotBytes + table;
   return plan;

@@ -124,7 +124,7 @@ __device__ __forceinline__ void take_sums(Affine const& affine, Stream const& s,
       weighted.y = fmaf(channel.weight, sums.y, weighted.y);
       if (leaves) {
         weighted = {__shfl_sync(~0u, weighted.x, 0), __shfl_sync(~0u, weighted.y, 0)};
-        if (lane < kCopies) {
+        if (lane < s.copies) {
           device_stream::publish(words + device_stream::first_word(s, lane, last.unit) +
                                      device_stream::participant(s, last),
                                  weighted.x, weighted.y);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     current = cursor.unit;
     device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
     auto const gathered = device_stream::Words::gather(
-        words + device_stream::first_word(s, int(blockIdx.x) % kCopies, current), count);
+        words + device_stream::first_word(s, int(blockIdx.x) % s.copies, current), count);
     float2 total{};
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
@@ -206,9 +206,7 @@ __device__ __forceinline__ void replace_chunks(Affine const& affine, Stream cons
         result.store(target);
       }
     }
-    device_stream::fence_for_bulk();
-    __syncwarp();
-    if (thread % 32 == 0) device_stream::arrive(&shared.barriers.done[place.slot]);
+    shared.barriers.finish(place.slot);
   }
 }
 

@@ -143,7 +143,7 @@ class GroupNormStreamed(GroupNormOnePass):
     def cost(self, problem: Problem) -> float:
         passes = 2.1 if problem.layout != "strided" else 4.1
         trip = problem.input_elements * problem.dtype.itemsize
-        return 0.012 + copy_milliseconds(passes * trip, problem.architecture)
+        return 0.022 + copy_milliseconds(passes * trip, problem.architecture)
 
 
 class GroupNormTwoPass(Kernel):

@@ -83,6 +83,7 @@ struct Pack {
   union {
     T values[kCount];
     Word words[kWords];
+    uint32_t bits[(kBytes + 3) / 4];
   };
 
   __device__ __forceinline__ Pack() {
@@ -94,6 +95,14 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) result.words[i] = reinterpret_cast<Word const*>(source)[i];
     return result;
+  }
+  // Makes the compiler convert the values anew after this point. Else a kernel that goes over its packs
+  // more than once keeps 16-bit values as floats, in twice the registers.
+  __device__ __forceinline__ void forget() {
+    if constexpr (sizeof(T) == 2 && kBytes >= 4) {
+#pragma unroll
+      for (uint32_t& word : bits) asm volatile("" : "+r"(word));
+    }
   }
   __device__ __forceinline__ void store(T* target) const {
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
+#include "groupnorm/resident_device.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -14,55 +15,7 @@ namespace {
 using device::Moments;
 using device::Pack;
 
-// Moments of the first `count` packs, all activated.
-template <class T, int kVector, int kChunks, bool kActivate>
-__device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> const (&packs)[kChunks],
-                                                    int count, Activation activation) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k < count) {
-      float part = 0.0f;
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        part += before<kActivate>(activation, device::to_float(packs[k].values[v]));
-      }
-      sum += part;
-    }
-  }
-  Moments result;
-  result.count = float(count * kVector);
-  result.mean = count > 0 ? sum / result.count : 0.0f;
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k < count) {
-      float part = 0.0f;
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        float const deviation =
-            before<kActivate>(activation, device::to_float(packs[k].values[v])) - result.mean;
-        part = fmaf(deviation, deviation, part);
-      }
-      result.m2 += part;
-    }
-  }
-  return result;
-}
-
-__device__ __forceinline__ Moments merge_warp(Moments value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
-  return value;
-}
-
-struct Statistics {
-  float mean;
-  float rstd;
-};
-
-__device__ __forceinline__ Statistics statistics_of(Moments const& total, float eps) {
-  return {total.mean, device::reciprocal_deviation(total, eps)};
-}
+using device_resident::Statistics;
 
 // Scale and shift of one channel, given its group's statistics.
 __device__ __forceinline__ ChannelAffine channel_affine(Affine const& affine,
@@ -95,12 +48,12 @@ __device__ __forceinline__ Pack<T, kVector> normalized_pack(Pack<T, kVector> con
 // 2. take its moments, merged over the warp and then the block,
 // 3. normalise and store.
 template <class T, int kVector, int kThreads, int kChunks, bool kActivate>
-__global__ void __launch_bounds__(kThreads < 256 ? 256 : kThreads)
+__global__ void __launch_bounds__(resident_block(kThreads),
+                                  kResidentThreads / resident_block(kThreads))
     block_per_group(T const* __restrict__ input, T* __restrict__ output, Affine affine,
                     float* __restrict__ mean, float* __restrict__ rstd, unsigned units, int vectors,
                     unsigned vectors_per_plane, float eps) {
-  constexpr int kBlock = kThreads < 256 ? 256 : kThreads;
-  constexpr int kWarps = kThreads / 32;
+  constexpr int kBlock = resident_block(kThreads);
   static_assert(kBlock % kThreads == 0 && kThreads % 32 == 0, "whole warps per group");
   __shared__ Moments shared[kBlock / 32];
   unsigned const unit = blockIdx.x * (kBlock / kThreads) + threadIdx.x / kThreads;
@@ -116,20 +69,11 @@ __global__ void __launch_bounds__(kThreads < 256 ? 256 : kThreads)
     if (k < count)
       packs[k] = Pack<T, kVector>::load(input + (base + thread + k * kThreads) * kVector);
   }
-  Moments total = merge_warp(
-      moments_of_packs<T, kVector, kChunks, kActivate>(packs, count, affine.activation_before));
-  if constexpr (kWarps > 1) {
-    int const warp = threadIdx.x / 32;
-    int const first_warp = warp / kWarps * kWarps;
-    if (threadIdx.x % 32 == 0) shared[warp] = total;
-    __syncthreads();
-    // Every warp merges the group's partial moments in the same order.
-    total = threadIdx.x % 32 < kWarps ? shared[first_warp + threadIdx.x % 32] : Moments{};
-    total = merge_warp(total);
-  }
-  total = {__shfl_sync(~0u, total.count, 0), __shfl_sync(~0u, total.mean, 0),
-           __shfl_sync(~0u, total.m2, 0)};
-  Statistics const group = statistics_of(total, eps);
+  Moments const total = device_resident::merge_group<kThreads>(
+      device_resident::moments_of_packs<T, kVector, kChunks, kActivate>(packs, count,
+                                                                        affine.activation_before),
+      shared);
+  Statistics const group = device_resident::statistics_of(total, eps);
   if (active && thread == 0 && mean != nullptr) {
     mean[unit] = group.mean;
     rstd[unit] = group.rstd;
@@ -138,6 +82,7 @@ __global__ void __launch_bounds__(kThreads < 256 ? 256 : kThreads)
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     if (k < count) {
+      packs[k].forget();
       int const index = thread + k * kThreads;
       auto const channel =
           channel_affine(affine, group, first_channel + int(unsigned(index) / vectors_per_plane));
@@ -149,20 +94,16 @@ __global__ void __launch_bounds__(kThreads < 256 ? 256 : kThreads)
 
 // ---- launches ----------------------------------------------------------------------------------
 
-// The smallest number of threads whose registers hold a group.
-constexpr int kBlockThreads[] = {32, 128, 512};
-constexpr int kBlockChunks = 8;
-
 template <class T, int kVector, bool kActivate>
 void launch_block(ResidentPlan const& plan, Passes const& passes, GroupNormTensors const& tensors,
                   cudaStream_t stream) {
   GroupNormProblem const& p = passes.problem;
   auto const launch = [&](auto threads) {
     constexpr int kThreads = threads.value;
-    constexpr int kBlock = kThreads < 256 ? 256 : kThreads;
+    constexpr int kBlock = resident_block(kThreads);
     dim3 const grid =
         device::checked_grid("block_per_group", ceil_div(plan.units, kBlock / kThreads));
-    block_per_group<T, kVector, kThreads, kBlockChunks, kActivate><<<grid, kBlock, 0, stream>>>(
+    block_per_group<T, kVector, kThreads, kGroupChunks, kActivate><<<grid, kBlock, 0, stream>>>(
         static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
         affine_of(p, tensors), tensors.mean, tensors.rstd, unsigned(plan.units),
         int(p.group_size() / kVector), unsigned(p.pixels / kVector), float(p.eps));
@@ -175,6 +116,8 @@ void launch_block(ResidentPlan const& plan, Passes const& passes, GroupNormTenso
   }
   FUSEDCONV_CUDA("block_per_group", cudaGetLastError());
 }
+
+constexpr int64_t kMaxTableBytes = 40 << 10;  // of a channels-last block's weights and biases
 
 ResidentPlan refused(std::string reason) {
   ResidentPlan plan;
@@ -195,11 +138,22 @@ ResidentPlan plan_resident(Passes const& passes, int64_t batch, bool aligned) {
   if (plan.units < 1 || plan.units > 0x7fffffff) {
     return refused(detail::join("there are ", plan.units, " groups"));
   }
-  if (p.layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
-  plan.vector = aligned && p.pixels % full == 0 ? full : 1;
+  if (p.layout == Layout::kChannelsFirst) {
+    plan.vector = aligned && p.pixels % full == 0 ? full : 1;
+  } else {
+    if (!aligned) return refused("an address is not a multiple of 16 bytes");
+    if (p.channels_per_group() % full != 0) {
+      return refused(detail::join(p.channels_per_group(),
+                                  " channels of a group are not whole 16-byte vectors"));
+    }
+    if (p.channels * p.pixels >= int64_t(1) << 31) return refused("a sample has 2^31 elements");
+    plan.vector = full;
+  }
   int64_t const vectors = p.group_size() / plan.vector;
-  for (int const threads : kBlockThreads) {
-    if (vectors <= int64_t(threads) * kBlockChunks) {
+  for (int const threads : kGroupThreads) {
+    if (vectors <= int64_t(threads) * kGroupChunks) {
+      int64_t const table = resident_block(threads) / threads * p.channels_per_group() * 8;
+      if (p.layout == Layout::kChannelsLast && table > kMaxTableBytes) continue;
       plan.threads = threads;
       return plan;
     }
@@ -215,6 +169,9 @@ void normalize_resident(ResidentPlan const& plan, Passes const& passes,
   FUSEDCONV_CHECK(plan.vector == 1 || (device::is_aligned(tensors.input, 16) &&
                                        device::is_aligned(tensors.output, 16)),
                   "normalize_resident: input or output is not aligned to 16 bytes");
+  if (p.layout == Layout::kChannelsLast) {
+    return normalize_resident_channels_last(plan, passes, tensors, stream);
+  }
   bool const activate =
       p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
   device::dispatch_type(p.dtype, [&](auto zero) {

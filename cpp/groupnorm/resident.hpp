@@ -1,5 +1,5 @@
 // GroupNorm with each element read from memory once: a group stays on chip between its moments and
-// its normalisation. Channels-first groups that fit one block's registers.
+// its normalisation. For groups that fit one block's registers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,5 +26,9 @@ ResidentPlan plan_resident(Passes const& passes, int64_t batch, bool aligned);
 // from plan_resident() for the same arguments.
 void normalize_resident(ResidentPlan const& plan, Passes const& passes,
                         GroupNormTensors const& tensors, cudaStream_t stream);
+
+// The part of normalize_resident() that reads channels-last tensors.
+void normalize_resident_channels_last(ResidentPlan const& plan, Passes const& passes,
+                                      GroupNormTensors const& tensors, cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

@@ -1,0 +1,119 @@
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
+#include "groupnorm/resident.hpp"
+#include "groupnorm/resident_device.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Moments;
+using device::Pack;
+using device_resident::Statistics;
+
+// A group's kThreads threads
+// 1. load it whole into registers: `columns` vectors of each pixel,
+// 2. take its moments, merged over the warp and then the block,
+// 3. normalise and store. The channels' weight and bias come from shared memory.
+template <class T, int kThreads, bool kActivate>
+__global__ void __launch_bounds__(resident_block(kThreads),
+                                  kResidentThreads / resident_block(kThreads))
+    block_per_group_channels_last(T const* __restrict__ input, T* __restrict__ output,
+                                  Affine affine, float* __restrict__ mean, float* __restrict__ rstd,
+                                  unsigned units, unsigned pixels, unsigned columns, float eps) {
+  constexpr int kVector = 16 / sizeof(T);
+  constexpr int kBlock = resident_block(kThreads);
+  constexpr int kGroups = kBlock / kThreads;
+  __shared__ Moments shared[kBlock / 32];
+  extern __shared__ float2 table[];  // [kGroups][channels_per_group]
+  unsigned const unit = blockIdx.x * kGroups + threadIdx.x / kThreads;
+  int const thread = threadIdx.x % kThreads;
+  // The last block may hold fewer groups; its threads without one still meet the barriers.
+  bool const active = unit < units;
+  int const vectors = active ? int(pixels * columns) : 0;
+  int const count = thread < vectors ? (vectors - thread + kThreads - 1) / kThreads : 0;
+  int const first_channel = int(unit % unsigned(affine.groups)) * affine.channels_per_group;
+  int64_t const base =
+      int64_t(unit / unsigned(affine.groups)) * pixels * affine.channels + first_channel;
+  auto const offset = [&](unsigned index) {
+    unsigned const pixel = index / columns;
+    return pixel * unsigned(affine.channels) + (index - pixel * columns) * kVector;
+  };
+
+  Pack<T, kVector> packs[kGroupChunks];
+#pragma unroll
+  for (int k = 0; k < kGroupChunks; ++k) {
+    if (k < count) packs[k] = Pack<T, kVector>::load(input + base + offset(thread + k * kThreads));
+  }
+  float2* const channels = table + threadIdx.x / kThreads * affine.channels_per_group;
+  for (int c = thread; active && c < affine.channels_per_group; c += kThreads) {
+    int const channel = first_channel + c;
+    channels[c] = make_float2(
+        affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
+        affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f);
+  }
+  Moments const total = device_resident::merge_group<kThreads>(
+      device_resident::moments_of_packs<T, kVector, kGroupChunks, kActivate>(
+          packs, count, affine.activation_before),
+      shared);
+  if constexpr (kThreads == 32) __syncwarp();
+  Statistics const group = device_resident::statistics_of(total, eps);
+  if (active && thread == 0 && mean != nullptr) {
+    mean[unit] = group.mean;
+    rstd[unit] = group.rstd;
+  }
+#pragma unroll
+  for (int k = 0; k < kGroupChunks; ++k) {
+    if (k < count) {
+      packs[k].forget();
+      unsigned const index = thread + k * kThreads;
+      float2 const* const entries = channels + index % columns * kVector;
+      Pack<T, kVector> result;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        ChannelAffine const channel{group.mean, group.rstd * entries[v].x, entries[v].y};
+        result.values[v] = device::from_float<T>(
+            normalized<kActivate>(device::to_float(packs[k].values[v]), channel, affine));
+      }
+      result.store(output + base + offset(index));
+    }
+  }
+}
+
+}  // namespace
+
+void normalize_resident_channels_last(ResidentPlan const& plan, Passes const& passes,
+                                      GroupNormTensors const& tensors, cudaStream_t stream) {
+  GroupNormProblem const& p = passes.problem;
+  bool const activate =
+      p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    device::dispatch_bool(activate, [&](auto active) {
+      auto const launch = [&](auto threads) {
+        constexpr int kThreads = threads.value;
+        constexpr int kGroups = resident_block(kThreads) / kThreads;
+        dim3 const grid =
+            device::checked_grid("block_per_group_channels_last", ceil_div(plan.units, kGroups));
+        size_t const table = kGroups * p.channels_per_group() * sizeof(float2);
+        block_per_group_channels_last<T, kThreads, active.value>
+            <<<grid, resident_block(kThreads), table, stream>>>(
+                static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
+                affine_of(p, tensors), tensors.mean, tensors.rstd, unsigned(plan.units),
+                unsigned(p.pixels), unsigned(p.channels_per_group() / plan.vector), float(p.eps));
+      };
+      switch (plan.threads) {
+        case 32: launch(std::integral_constant<int, 32>{}); break;
+        case 128: launch(std::integral_constant<int, 128>{}); break;
+        case 512: launch(std::integral_constant<int, 512>{}); break;
+        default:
+          throw InvalidArgument(
+              detail::join("block_per_group_channels_last: threads is ", plan.threads));
+      }
+    });
+  });
+  FUSEDCONV_CUDA("block_per_group_channels_last", cudaGetLastError());
+}
+
+}  // namespace fusedconv::groupnorm

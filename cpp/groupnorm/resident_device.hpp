@@ -1,0 +1,98 @@
+// What the kernels that hold a group in registers have in common.
+#pragma once
+
+#include "cuda/math.hpp"
+#include "groupnorm/affine.hpp"
+#include "groupnorm/moments.hpp"
+
+namespace fusedconv::groupnorm {
+
+// The smallest number of threads whose registers hold a group serves it.
+inline constexpr int kGroupThreads[] = {32, 128, 512};
+inline constexpr int kGroupChunks = 8;  // vectors of a thread
+
+constexpr int resident_block(int group_threads) {
+  return group_threads < 256 ? 256 : group_threads;
+}
+
+// On a multiprocessor at a time, of which the registers are bounded: one block of 512 threads alone would
+// not keep enough loads under way.
+inline constexpr int kResidentThreads = 1024;
+
+namespace device_resident {
+
+using device::Moments;
+using device::Pack;
+
+// Moments of the first `count` packs, all activated.
+template <class T, int kVector, int kChunks, bool kActivate>
+__device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kChunks], int count,
+                                                    Activation activation) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (k < count) {
+      float part = 0.0f;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        part += before<kActivate>(activation, device::to_float(packs[k].values[v]));
+      }
+      sum += part;
+    }
+  }
+  Moments result;
+  result.count = float(count * kVector);
+  result.mean = count > 0 ? sum / result.count : 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    if (k < count) {
+      packs[k].forget();
+      float part = 0.0f;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        float const deviation =
+            before<kActivate>(activation, device::to_float(packs[k].values[v])) - result.mean;
+        part = fmaf(deviation, deviation, part);
+      }
+      result.m2 += part;
+    }
+  }
+  return result;
+}
+
+__device__ __forceinline__ Moments merge_warp(Moments value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
+  return value;
+}
+
+struct Statistics {
+  float mean;
+  float rstd;
+};
+
+__device__ __forceinline__ Statistics statistics_of(Moments const& total, float eps) {
+  return {total.mean, device::reciprocal_deviation(total, eps)};
+}
+
+// The moments of a group from those of its kThreads threads, in every one of them. shared has a place for
+// each warp of the block.
+template <int kThreads>
+__device__ __forceinline__ Moments merge_group(Moments total, Moments* shared) {
+  constexpr int kWarps = kThreads / 32;
+  total = merge_warp(total);
+  if constexpr (kWarps > 1) {
+    int const warp = threadIdx.x / 32;
+    int const first_warp = warp / kWarps * kWarps;
+    if (threadIdx.x % 32 == 0) shared[warp] = total;
+    __syncthreads();
+    // Every warp merges the group's partial moments in the same order.
+    total = threadIdx.x % 32 < kWarps ? shared[first_warp + threadIdx.x % 32] : Moments{};
+    total = merge_warp(total);
+  }
+  return {__shfl_sync(~0u, total.count, 0), __shfl_sync(~0u, total.mean, 0),
+          __shfl_sync(~0u, total.m2, 0)};
+}
+
+}  // namespace device_resident
+}  // namespace fusedconv::groupnorm

@@ -57,7 +57,7 @@ def eager(x, groups, weight, bias, activation, order):
 @pytest.mark.parametrize(
     ("dtype", "layout"), list(itertools.product(FLOOR, ("nchw", "nhwc"))), ids=str
 )
-@pytest.mark.parametrize("kernel", ONE_PASS + ["groupnorm_two_pass"])
+@pytest.mark.parametrize("kernel", [*ONE_PASS, "groupnorm_two_pass"])
 @pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
 def test_against_fp64(shape, groups, kernel, dtype, layout, monkeypatch):
     torch.manual_seed(sum(shape))

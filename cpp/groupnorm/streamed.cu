@@ -1,6 +1,8 @@
 #include "groupnorm/streamed.hpp"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
@@ -270,10 +272,39 @@ StreamPlan refused(std::string reason) {
   return plan;
 }
 
-int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  FUSEDCONV_CUDA("groupnorm_streamed", cudaDeviceGetAttribute(&value, which, device));
-  return value;
+// What plans ask a device for. Some of these queries take hundreds of microseconds, and gradients plan on
+// every call.
+struct DeviceLimits {
+  bool bulk_copies;
+  bool cooperative;
+  int multiprocessors;
+  int shared_bytes;  // of a block
+  int64_t l2_bytes;
+  double bytes_per_ns;  // of memory, by its clock; 0 where the driver does not say
+};
+
+DeviceLimits query_limits(int device) {
+  auto const attribute = [device](cudaDeviceAttr which) {
+    int value = 0;
+    FUSEDCONV_CUDA("plan_stream", cudaDeviceGetAttribute(&value, which, device));
+    return value;
+  };
+  return {attribute(cudaDevAttrComputeCapabilityMajor) >= 9,
+          attribute(cudaDevAttrCooperativeLaunch) != 0,
+          attribute(cudaDevAttrMultiProcessorCount),
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          attribute(cudaDevAttrL2CacheSize),
+          2e-6 * attribute(cudaDevAttrMemoryClockRate) *
+              (attribute(cudaDevAttrGlobalMemoryBusWidth) / 8)};
+}
+
+DeviceLimits limits_of(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceLimits> known;
+  std::lock_guard const lock(mutex);
+  auto const found = known.find(device);
+  if (found != known.end()) return found->second;
+  return known.emplace(device, query_limits(device)).first->second;
 }
 
 }  // namespace
@@ -285,12 +316,11 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
   if (p.pixels % vector != 0) {
     return refused(detail::join("a plane of ", p.pixels, " elements is not whole 16-byte vectors"));
   }
-  if (attribute(cudaDevAttrComputeCapabilityMajor, device) < 9) {
+  DeviceLimits const limits = limits_of(device);
+  if (!limits.bulk_copies) {
     return refused("the device has no bulk copies (compute capability 9.0)");
   }
-  if (attribute(cudaDevAttrCooperativeLaunch, device) == 0) {
-    return refused("the device has no cooperative launches");
-  }
+  if (!limits.cooperative) return refused("the device has no cooperative launches");
   int64_t const units = p.batch * p.groups;
   int64_t const limit = int64_t(1) << 31;
   if (units < 1 || units >= limit) return refused(detail::join("there are ", units, " groups"));
@@ -305,13 +335,11 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
   s.chunk_vectors = unsigned(kWorkers * kSlotVectors / tensors);
   s.run_chunks = unsigned(ceil_div(s.run_vectors, s.chunk_vectors));
   s.chunks = s.run_chunks * unsigned(tensors == 1 ? 1 : p.channels_per_group());
-  int const multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
-  s.blocks = unsigned(std::min<int64_t>({multiprocessors, kMaxBlocks, units * s.chunks}));
+  s.blocks = unsigned(std::min<int64_t>({limits.multiprocessors, kMaxBlocks, units * s.chunks}));
   s.step_units = s.blocks / s.chunks;
   s.step_chunks = s.blocks % s.chunks;
   int const table = int(round_up(p.channels * int64_t(sizeof(float2)), 128));
-  int const limit_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  s.slots = std::min<int>(kMaxSlots, (limit_bytes - table - (2 << 10)) / kSlotBytes);
+  s.slots = std::min<int>(kMaxSlots, (limits.shared_bytes - table - (2 << 10)) / kSlotBytes);
   int64_t const held = ceil_div(s.chunks, s.blocks);
   if (held + 1 > s.slots) {
     return refused(detail::join("a group needs ", held, " of a block's ", s.slots,
@@ -321,13 +349,12 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
   plan.words = s.copies * units * std::min(s.chunks, s.blocks);
   // Per block: a chunk's bytes, loaded and stored, at the rate of a copy, which is 0.87 of what the
   // memory's clock gives. What fits L2 is not held up.
-  double const bytes_per_ns = 2e-6 * attribute(cudaDevAttrMemoryClockRate, device) *
-                              (attribute(cudaDevAttrGlobalMemoryBusWidth, device) / 8);
   double const moved = double(s.chunk_vectors) * 16 * (tensors + 1);
   int64_t const total = p.batch * p.channels * p.pixels * size_of(p.dtype) * (tensors + 1);
-  if (bytes_per_ns > 0 && total > 2 * int64_t(attribute(cudaDevAttrL2CacheSize, device))) {
+  if (limits.bytes_per_ns > 0 && total > 2 * limits.l2_bytes) {
     // Gradients have fewer units in the ring, and need their stores spread further.
-    s.pace = unsigned((tensors == 1 ? 0.965 : 1.1) * moved * s.blocks / (0.87 * bytes_per_ns));
+    s.pace =
+        unsigned((tensors == 1 ? 0.965 : 1.1) * moved * s.blocks / (0.87 * limits.bytes_per_ns));
   }
   plan.shared_bytes = s.slots * kSlotBytes + table;
   return plan;

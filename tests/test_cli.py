@@ -44,6 +44,30 @@ def test_explain_needs_no_gpu(system):
         assert "built without CUDA" in output
 
 
+LARGE = "--batch 112 --in-channels 64 --spatial 512,512"
+SMALL = "--batch 2 --in-channels 1280 --spatial 16,16 --num-groups 32 --precision fp16"
+
+
+@pytest.mark.skipif(not fusedconv.build["cuda"], reason="fusedconv was built without CUDA")
+@pytest.mark.parametrize(
+    ("arguments", "kernel"),
+    [
+        (LARGE, "groupnorm_streamed"),
+        (f"{LARGE} --precision bf16", "groupnorm_streamed"),
+        (f"{LARGE} --arch 80", "groupnorm_two_pass"),
+        (f"{LARGE} --layout nhwc", "groupnorm_two_pass"),
+        (f"{LARGE} --num-groups 1", "groupnorm_two_pass"),
+        (SMALL, "groupnorm_resident"),
+        (f"{SMALL} --layout nhwc", "groupnorm_resident"),
+        ("--batch 4 --in-channels 64 --spatial 255,255", "groupnorm_two_pass"),
+    ],
+)
+def test_explain_chooses_the_group_norm_by_size_and_layout(arguments, kernel):
+    """On a machine without a GPU, an H200 is assumed."""
+    output = invoke("explain", "--out-channels", "0", *arguments.split())
+    assert kernel in output.splitlines()[1], output
+
+
 def test_explain_gives_the_reason_of_a_refusal():
     output = invoke("explain", "--stride", "2")
     assert "provider torch" in output

@@ -150,8 +150,16 @@ void bind_cuda(py::module_& m) {
       .def_readonly("obstacle", &groupnorm::StreamPlan::obstacle)
       .def_property_readonly("blocks",
                              [](groupnorm::StreamPlan const& plan) { return plan.stream.blocks; });
-  m.def("plan_streamed", &groupnorm::plan_streamed, py::arg("passes"), py::kw_only(),
-        py::arg("batch"), py::arg("aligned"), py::arg("device"));
+  m.def(
+      "plan_streamed",
+      [](groupnorm::Passes const& passes, int64_t batch, bool aligned, int device) {
+        int count = 0;
+        if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();
+        if (device >= count) return groupnorm::plan_streamed(passes, batch, aligned, -1);
+        DeviceGuard const guard(device);
+        return groupnorm::plan_streamed(passes, batch, aligned, device);
+      },
+      py::arg("passes"), py::kw_only(), py::arg("batch"), py::arg("aligned"), py::arg("device"));
 
   m.def(
       "group_norm_gradient_workspace_bytes",

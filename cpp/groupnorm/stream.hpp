@@ -48,6 +48,7 @@ struct StreamPlan {
 
 // tensors: 1 where a slot holds a chunk of the input; 2 where it holds the input's and the
 // gradient's, and a chunk has one channel. aligned: addresses are multiples of 16 bytes.
+// device must be current; -1 stands for a device that is not there.
 StreamPlan plan_stream(GroupNormProblem const& problem, int tensors, bool aligned, int device);
 
 }  // namespace fusedconv::groupnorm

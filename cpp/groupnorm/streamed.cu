@@ -242,6 +242,8 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   } else if (thread == 2 * kWorkers + 64) {
     device_stream::store_chunks(output, stream, shared.barriers, ring);
   }
+#else
+  __trap();
 #endif
 }
 
@@ -289,7 +291,10 @@ DeviceLimits query_limits(int device) {
     FUSEDCONV_CUDA("plan_stream", cudaDeviceGetAttribute(&value, which, device));
     return value;
   };
-  return {attribute(cudaDevAttrComputeCapabilityMajor) >= 9,
+  // A device newer than those compiled for runs what was written for older ones.
+  cudaFuncAttributes compiled{};
+  FUSEDCONV_CUDA("plan_stream", cudaFuncGetAttributes(&compiled, normalize_stream<float, false>));
+  return {compiled.ptxVersion >= 90,
           attribute(cudaDevAttrCooperativeLaunch) != 0,
           attribute(cudaDevAttrMultiProcessorCount),
           attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
@@ -299,6 +304,8 @@ DeviceLimits query_limits(int device) {
 }
 
 DeviceLimits limits_of(int device) {
+  // Absent: an H200, so that plans can be explained on any machine.
+  if (device < 0) return {true, true, 132, 227 << 10, int64_t(60) << 20, 4917.0};
   static std::mutex mutex;
   static std::map<int, DeviceLimits> known;
   std::lock_guard const lock(mutex);
@@ -318,7 +325,7 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
   }
   DeviceLimits const limits = limits_of(device);
   if (!limits.bulk_copies) {
-    return refused("the device has no bulk copies (compute capability 9.0)");
+    return refused("the device runs no code with bulk copies (compute capability 9.0)");
   }
   if (!limits.cooperative) return refused("the device has no cooperative launches");
   int64_t const units = p.batch * p.groups;

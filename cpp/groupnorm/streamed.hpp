@@ -11,6 +11,7 @@
 
 namespace fusedconv::groupnorm {
 
+// device must be current; -1 stands for a device that is not there.
 StreamPlan plan_streamed(Passes const& passes, int64_t batch, bool aligned, int device);
 
 int64_t streamed_workspace_bytes(StreamPlan const& plan);

@@ -239,6 +239,8 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   } else if (thread == 2 * kWorkers + 64) {
     device_stream::store_chunks(output, stream, shared.barriers, ring);
   }
+#else
+  __trap();
 #endif
 }
 

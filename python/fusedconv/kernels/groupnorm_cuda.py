@@ -130,6 +130,14 @@ class GroupNormStreamed(GroupNormOnePass):
 
     name = "groupnorm_streamed"
 
+    def supports(self, problem: Problem) -> Support:
+        support = super().supports(problem)
+        if support and problem.architecture < 90:
+            return Support.no(
+                f"needs compute capability 9.0, the device has {problem.architecture}"
+            )
+        return support
+
     def _plan(self, problem: Problem) -> _C.GroupNormStreamPlan:
         return _C.plan_streamed(
             self._passes(problem),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -80,11 +83,15 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
     precision = next(p for p in PRECISIONS if _serves(kernel, p))
     eager_precision(precision)
     dtype = DTYPES[precision]
-    cases = CASES_2D if kernel.row.dimensions == 2 else CASES_3D
-    conv = F.conv_transpose2d if kernel.row.dimensions == 2 else F.conv_transpose3d
+    # Rows of the sm_90 family serve any number of axes, some of them up to 64 output channels.
+    dimensions = getattr(kernel.row, "dimensions", None)
+    cases = [case for case in CASES_2D + CASES_3D if dimensions in (None, len(case[2]))]
+    if name.endswith("_turns"):
+        cases = [case for case in cases if case[1] <= 64]
     for number, case in enumerate(cases):
         channels, out, spatial, kernel_size, padding, dilation, has_bias = case
-        for batch, layout in ((1, "nchw"), (3, "nhwc")):
+        conv = F.conv_transpose2d if len(spatial) == 2 else F.conv_transpose3d
+        for batch, layout in ((1, "nchw"), (3, "nhwc"), (2, "nchw")):
             torch.manual_seed(number)
             x = torch.randn(batch, channels, *spatial, device="cuda", dtype=dtype)
             if layout == "nhwc":
@@ -125,6 +132,104 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
                 )
                 eager_error = max(eager_error, relative_error(rounded, reference))
             assert error <= bound(eager_error, precision), (case, layout, error, eager_error)
+
+
+def random_problem(generator: random.Random) -> dict[str, Any]:
+    """A convolution of two or three axes with odd sizes, and what follows it."""
+    axes = generator.choice((2, 2, 3))
+    largest = 70 if axes == 2 else 14
+    kernel = [generator.choice((1, 2, 3, 3, 4, 5)) for _ in range(axes)]
+    dilation = [generator.choice((1, 1, 2)) for _ in range(axes)]
+    reach = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    padding = [generator.randint(0, r) for r in reach]
+    # Now and then lines of whole 16 bytes, which other paths read than lines of any length.
+    multiple = generator.choice((1, 8))
+    spatial = [multiple * generator.randint(1, max(1, largest // multiple)) for _ in range(axes)]
+    spatial = [max(n, 2 * p - r + 1) for n, p, r in zip(spatial, padding, reach, strict=True)]
+    groups = generator.choice((1, 2, 4))
+    return {
+        "batch": generator.randint(1, 3),
+        "channels": generator.choice((1, 3, 8, 20, 64, 100)),
+        "out": groups * generator.choice((1, 5, 8, 16, 33)),
+        "groups": groups,
+        "spatial": spatial,
+        "kernel": kernel,
+        "padding": padding,
+        "dilation": dilation,
+        "layout": generator.choice(("nchw", "nhwc")),
+        "bias": generator.random() < 0.7,
+        "activation": generator.choice((None, "relu", "gelu", "silu", "gelu_tanh")),
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sharing", ["turns", "channels", "positions"])
+def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision):
+    kernels = [
+        k
+        for k in registry().kernels()
+        if k.provider == "cutlass_sm90" and k.name.endswith(sharing) and _serves(k, precision)
+    ]
+    if not kernels:
+        pytest.skip(f"no {sharing} row of {precision} is compiled")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rows run on compute capability 9.0")
+    monkeypatch.setenv("FUSEDCONV_KERNEL", kernels[0].name)
+    eager_precision(precision)
+    dtype = DTYPES[precision]
+    generator = random.Random(f"{sharing} {precision}")
+    served = 0
+    while served < 24:
+        case = random_problem(generator)
+        x = torch.randn(case["batch"], case["channels"], *case["spatial"], device="cuda").to(dtype)
+        if case["layout"] == "nhwc":
+            x = x.contiguous(memory_format=_channels_last(x))
+        weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
+        weight = (weight / (case["channels"] * math.prod(case["kernel"])) ** 0.5).to(dtype)
+        bias = torch.randn(case["out"], device="cuda").to(dtype) if case["bias"] else None
+        scale, shift = (torch.randn(case["out"], device="cuda").to(dtype) for _ in range(2))
+
+        def run(x, weight, bias, scale, shift, case=case):
+            arguments = dict(padding=case["padding"], dilation=case["dilation"])
+            conv = F.conv_transpose2d if x.dim() == 4 else F.conv_transpose3d
+            output = conv(x, weight, bias, **arguments)
+            activations = {
+                None: nn.Identity(),
+                "relu": F.relu,
+                "gelu": F.gelu,
+                "silu": F.silu,
+                "gelu_tanh": nn.GELU(approximate="tanh"),
+            }
+            return F.group_norm(
+                activations[case["activation"]](output), case["groups"], scale, shift
+            )
+
+        poison()
+        try:
+            actual = conv_transpose_act_norm(
+                x,
+                weight,
+                bias,
+                padding=case["padding"],
+                dilation=case["dilation"],
+                activation=case["activation"],
+                num_groups=case["groups"],
+                norm_weight=scale,
+                norm_bias=shift,
+                precision=precision if dtype is torch.float32 else None,
+            )
+        except fusedconv.NoKernelError:
+            continue  # the row's filter or stages do not fit; other problems follow
+        served += 1
+        tensors = (x, weight, bias, scale, shift)
+        wide = [None if t is None else t.double() for t in tensors]
+        reference = run(*wide)
+        eager_error = relative_error(run(*tensors), reference)
+        if precision == "tf32":
+            rounded = [round_to_tf32(x).double(), round_to_tf32(weight).double(), *wide[2:]]
+            eager_error = max(eager_error, relative_error(run(*rounded), reference))
+        error = relative_error(actual, reference)
+        assert error <= bound(eager_error, precision), (case, error, eager_error)
 
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -245,7 +350,7 @@ def test_one_dimension(eager_precision):
         actual = module(x)
         reference = copy.deepcopy(module).double().cpu()(x.double().cpu())
     assert relative_error(actual, reference.cuda()) < 2e-6
-    assert fusedconv.explain(module, x)[0].provider == "cutlass_sm80"
+    assert fusedconv.explain(module, x)[0].provider.startswith("cutlass")
 
 
 @pytest.mark.parametrize("view", ["slice", "transpose", "offset", "channel_slice", "expanded"])
@@ -283,13 +388,14 @@ def test_weights_change_between_calls():
 def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
     model = fusedconv.ModelNew(64, 64, 3, 1, 8, 8).cuda()
     x = torch.rand(7, 64, 40, 44, device="cuda")
-    from fusedconv.kernels import cutlass_sm80
+    from fusedconv.kernels import cutlass_sm80, cutlass_sm90
 
     with torch.no_grad():
         first = model(x)
         for _ in range(20):
             assert torch.equal(model(x), first)
-        monkeypatch.setattr(cutlass_sm80, "CHUNK_BYTES", 2 << 20)
+        for provider in (cutlass_sm80, cutlass_sm90):
+            monkeypatch.setattr(provider, "CHUNK_BYTES", 2 << 20)
         fusedconv.clear_cache()
         assert torch.equal(model(x), first)
 

@@ -110,6 +110,94 @@ py::dict row_dict(int index, conv::ConvRow const& row) {
 
 using Triple = std::array<int, 3>;
 
+conv::ConvProblem conv_problem(int c, int k, Triple const& input_extent,
+                               Triple const& output_extent, Triple const& taps,
+                               Triple const& lower_padding, Triple const& dilation) {
+  return {.c = c,
+          .k = k,
+          .d = input_extent[0],
+          .h = input_extent[1],
+          .w = input_extent[2],
+          .z = output_extent[0],
+          .p = output_extent[1],
+          .q = output_extent[2],
+          .t = taps[0],
+          .r = taps[1],
+          .s = taps[2],
+          .lower_padding_d = lower_padding[0],
+          .lower_padding_h = lower_padding[1],
+          .lower_padding_w = lower_padding[2],
+          .dilation_d = dilation[0],
+          .dilation_h = dilation[1],
+          .dilation_w = dilation[2]};
+}
+
+void bind_sm90(py::module_& m) {
+  namespace sm90 = conv::sm90;
+  m.def(
+      "sm90_rows",
+      [] {
+        py::list result;
+        int index = 0;
+        for (sm90::Row const& row : sm90::rows()) {
+          py::dict fields;
+          fields["index"] = index++;
+          fields["name"] = row.name;
+          fields["math"] = int(row.math);
+          fields["dtype"] = int(row.dtype);
+          fields["sharing"] = int(row.sharing);
+          fields["tile"] =
+              py::make_tuple(sm90::kBlockM * sm90::blocks_m(row.sharing),
+                             sm90::tile_positions(row.math, row.sharing), sm90::chunk_channels(row.math));
+          result.append(fields);
+        }
+        return result;
+      },
+      "The compiled Hopper convolutions, as dictionaries; the index is what Sm90Plan takes.");
+  py::class_<sm90::Plan>(m, "Sm90Plan",
+                         "A Hopper convolution's schedule; obstacle says why it has none.")
+      .def(py::init([](int row, int c, int k, Triple const& input_extent,
+                       Triple const& output_extent, Triple const& taps, Triple const& lower_padding,
+                       Triple const& dilation, int layout, bool aligned, int multiprocessors) {
+             FUSEDCONV_CHECK(row >= 0 && row < int(sm90::rows().size()), "Sm90Plan: row is ", row,
+                             " of ", sm90::rows().size());
+             sm90::Row const& entry = sm90::rows()[row];
+             sm90::Plan plan{.row = row,
+                             .problem = conv_problem(c, k, input_extent, output_extent, taps,
+                                                     lower_padding, dilation),
+                             .schedule = {},
+                             .layout = layout_of("layout", layout),
+                             .multiprocessors = multiprocessors};
+             plan.schedule = sm90::schedule_of(plan.problem, entry.math, entry.sharing, plan.layout,
+                                               aligned, sm90::kSharedLimit);
+             return plan;
+           }),
+           py::kw_only(), py::arg("row"), py::arg("c"), py::arg("k"), py::arg("input_extent"),
+           py::arg("output_extent"), py::arg("taps"), py::arg("lower_padding"), py::arg("dilation"),
+           py::arg("layout"), py::arg("aligned"), py::arg("multiprocessors"))
+      .def_property_readonly("obstacle", [](sm90::Plan const& p) { return p.schedule.obstacle; })
+      .def_property_readonly("strips", [](sm90::Plan const& p) { return p.schedule.strips; })
+      .def_property_readonly("tiles",
+                             [](sm90::Plan const& p) {
+                               sm90::Schedule const& s = p.schedule;
+                               return s.tiles * s.strips * s.blocks_k;
+                             })
+      .def_property_readonly("stages", [](sm90::Plan const& p) { return p.schedule.stages; })
+      .def_property_readonly("stage_rows", [](sm90::Plan const& p) { return p.schedule.stage_rows; })
+      .def_property_readonly("stage_taps",
+                             [](sm90::Plan const& p) {
+                               sm90::Schedule const& s = p.schedule;
+                               return s.rows_per_stage * p.problem.s * s.chunks_per_stage;
+                             })
+      .def_property_readonly("chunks_per_stage",
+                             [](sm90::Plan const& p) { return p.schedule.chunks_per_stage; })
+      .def_property_readonly("tensor_copies", [](sm90::Plan const& p) { return p.schedule.bulk; })
+      .def_property_readonly("scratch_bytes_per_sample", [](sm90::Plan const& p) {
+        return sm90::output_bytes(p.problem, p.schedule, sm90::rows()[p.row].math) +
+               sm90::partial_bytes(p.problem, p.schedule);
+      });
+}
+
 void bind_cuda(py::module_& m) {
   m.def(
       "conv_rows",
@@ -251,23 +339,8 @@ void bind_cuda(py::module_& m) {
              int c, int k, Triple const& input_extent, Triple const& output_extent,
              Triple const& taps, Triple const& lower_padding, Triple const& dilation,
              int activation) {
-            conv::ConvProblem const problem{.c = c,
-                                            .k = k,
-                                            .d = input_extent[0],
-                                            .h = input_extent[1],
-                                            .w = input_extent[2],
-                                            .z = output_extent[0],
-                                            .p = output_extent[1],
-                                            .q = output_extent[2],
-                                            .t = taps[0],
-                                            .r = taps[1],
-                                            .s = taps[2],
-                                            .lower_padding_d = lower_padding[0],
-                                            .lower_padding_h = lower_padding[1],
-                                            .lower_padding_w = lower_padding[2],
-                                            .dilation_d = dilation[0],
-                                            .dilation_h = dilation[1],
-                                            .dilation_w = dilation[2]};
+            auto const problem = conv_problem(c, k, input_extent, output_extent, taps, lower_padding,
+                                              dilation);
             self.convolution(row, problem, activation_of("activation", activation), input, filter,
                              bias, output);
           },
@@ -275,6 +348,35 @@ void bind_cuda(py::module_& m) {
           py::arg("output"), py::arg("c"), py::arg("k"), py::arg("input_extent"),
           py::arg("output_extent"), py::arg("taps"), py::arg("lower_padding"), py::arg("dilation"),
           py::arg("activation"))
+      .def(
+          "sm90_convolution",
+          [](Program& self, conv::sm90::Plan const& plan, groupnorm::Passes const& passes,
+             std::array<int64_t, 5> const& strides, int activation, bool activates_output,
+             Operand input, Operand weight, Operand bias, Operand mean, Operand rstd,
+             Operand norm_weight, Operand norm_bias, Operand output, Operand conv_output) {
+            self.sm90_convolution(plan,
+                                  {.c = plan.problem.c,
+                                   .k = plan.problem.k,
+                                   .stride_c = strides[0],
+                                   .stride_k = strides[1],
+                                   .stride_t = strides[2],
+                                   .stride_r = strides[3],
+                                   .stride_s = strides[4]},
+                                  activation_of("activation", activation), activates_output, passes,
+                                  {.input = input,
+                                   .weight = weight,
+                                   .bias = bias,
+                                   .mean = mean,
+                                   .rstd = rstd,
+                                   .norm_weight = norm_weight,
+                                   .norm_bias = norm_bias,
+                                   .output = output,
+                                   .conv_output = conv_output});
+          },
+          py::arg("plan"), py::arg("passes"), py::kw_only(), py::arg("strides"),
+          py::arg("activation"), py::arg("activates_output"), py::arg("input"), py::arg("weight"),
+          py::arg("bias"), py::arg("mean"), py::arg("rstd"), py::arg("norm_weight"),
+          py::arg("norm_bias"), py::arg("output"), py::arg("conv_output"))
       .def("moments", &Program::moments, py::arg("passes"), py::kw_only(), py::arg("input"),
            py::arg("mean"), py::arg("rstd"))
       .def("normalize", &Program::normalize, py::arg("passes"), py::kw_only(), py::arg("input"),
@@ -327,6 +429,7 @@ PYBIND11_MODULE(_C, m) {
   build["architectures"] = FUSEDCONV_CUDA_ARCHITECTURES;
   build["cutlass"] = FUSEDCONV_CUTLASS_VERSION;
   bind_cuda(m);
+  bind_sm90(m);
 #else
   build["cuda"] = false;
 #endif

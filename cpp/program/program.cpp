@@ -75,6 +75,61 @@ void Program::convolution(int row, conv::ConvProblem const& problem, Activation 
   });
 }
 
+void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterSource const& source,
+                               Activation activation, bool activates_output,
+                               groupnorm::Passes const& passes, Sm90Operands const& operands) {
+  namespace sm90 = conv::sm90;
+  FUSEDCONV_CHECK(plan.schedule.obstacle.empty(), "sm90_convolution: ", plan.schedule.obstacle);
+  sm90::Row const& row = sm90::rows()[plan.row];
+  sm90::Schedule const& schedule = plan.schedule;
+  bool const normalizes = operands.mean.slot != -1;
+  note({operands.input, operands.weight, operands.bias, operands.mean, operands.rstd,
+        operands.norm_weight, operands.norm_bias, operands.output, operands.conv_output});
+  Operand const filter = scratch(0, schedule.filter_bytes);
+  Operand const output = scratch(sm90::output_bytes(plan.problem, schedule, row.math), 0);
+  Operand const partials =
+      normalizes ? scratch(sm90::partial_bytes(plan.problem, schedule), 0) : Operand{};
+  once_.push_back([=, math = row.math, sharing = row.sharing](Context const& context) {
+    sm90::pack_filter(source, plan.problem, plan.schedule, math, sharing,
+                      context.at(operands.weight), context.at(filter), context.stream);
+  });
+  steps_.push_back([=, launch = row.launch](Context const& context) {
+    sm90::Arguments arguments{.problem = plan.problem,
+                              .schedule = plan.schedule,
+                              .layout = plan.layout,
+                              .activation = activation,
+                              .activates_output = activates_output,
+                              .input = context.at(operands.input),
+                              .filter = context.at(filter),
+                              .bias = context.at(operands.bias),
+                              .output = context.at(output),
+                              .partials = static_cast<float2*>(context.at(partials)),
+                              .multiprocessors = plan.multiprocessors};
+    arguments.problem.n = int(context.samples);
+    launch(arguments, context.stream);
+  });
+  steps_.push_back([=](Context const& context) {
+    conv::ConvProblem problem = plan.problem;
+    problem.n = int(context.samples);
+    auto* const mean = static_cast<float*>(context.at(operands.mean));
+    auto* const rstd = static_cast<float*>(context.at(operands.rstd));
+    if (normalizes) {
+      sm90::merge_moments(problem, plan.schedule, int(passes.problem.groups), passes.problem.eps,
+                          static_cast<float2 const*>(context.at(partials)), mean, rstd,
+                          context.stream);
+    }
+    sm90::unpack(problem, plan.schedule, passes,
+                 {.input = context.at(output),
+                  .output = context.at(operands.output),
+                  .conv_output = context.at(operands.conv_output),
+                  .weight = context.at(operands.norm_weight),
+                  .bias = context.at(operands.norm_bias),
+                  .mean = mean,
+                  .rstd = rstd},
+                 context.stream);
+  });
+}
+
 void Program::moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd) {
   note({input, mean, rstd});
   Operand const partials = scratch(groupnorm::moments_workspace_bytes(passes, 1), 0);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conv/convolution.hpp"
+#include "conv/sm90.hpp"
 #include "groupnorm/groupnorm.hpp"
 #include "groupnorm/resident.hpp"
 #include "groupnorm/streamed.hpp"
@@ -44,6 +45,14 @@ class Program {
   void to_channels_last(layout::ToChannelsLast const& problem, Operand input, Operand output);
   void convolution(int row, conv::ConvProblem const& problem, Activation activation, Operand input,
                    Operand filter, Operand bias, Operand output);
+  // A whole transposed convolution with what follows it. Without a mean the passes only activate and turn
+  // the output; an absent conv_output is not kept.
+  struct Sm90Operands {
+    Operand input, weight, bias, mean, rstd, norm_weight, norm_bias, output, conv_output;
+  };
+  void sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterSource const& filter,
+                        Activation activation, bool activates_output,
+                        groupnorm::Passes const& passes, Sm90Operands const& operands);
   void moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd);
   void normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
                  Operand weight, Operand bias, Operand output);

@@ -23,6 +23,7 @@ _BUILT_IN = (
     "fusedconv.kernels.torch_reference",
     "fusedconv.kernels.cpu",
     "fusedconv.kernels.cutlass_sm80",
+    "fusedconv.kernels.cutlass_sm90",
     "fusedconv.kernels.groupnorm_cuda",
 )
 

@@ -1,0 +1,12 @@
+// bfloat16 rows, fp32 accumulation.
+#include "conv/sm90_kernel.hpp"
+
+namespace fusedconv::conv::sm90 {
+
+void append_bf16(std::vector<Row>& rows) {
+  rows.push_back(row<Math::kBF16, Sharing::kTurns>());
+  rows.push_back(row<Math::kBF16, Sharing::kChannels>());
+  rows.push_back(row<Math::kBF16, Sharing::kPositions>());
+}
+
+}  // namespace fusedconv::conv::sm90

@@ -1,0 +1,204 @@
+// From the order of the convolution's accumulators to a tensor, normalised on the way.
+#include "conv/sm90_line.hpp"
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
+
+namespace fusedconv::conv::sm90 {
+namespace {
+
+using groupnorm::Affine;
+using groupnorm::ChannelAffine;
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 128;  // positions of a block
+
+struct Params {
+  Line line;
+  Affine affine;
+  int64_t pixels;
+  int channels;
+  int blocks_64;
+  bool wide;  // pairs of pixels, or 16 bytes of channels
+};
+
+// A block turns 64 channels of 128 positions in shared memory:
+// 1. It loads what two warps' worth of accumulators hold, 16 bytes a thread, and normalises it.
+// 2. Channels first goes out in pairs of positions along rows, channels last in 16-byte runs of channels.
+// 3. The same again for the convolution itself, where that is wanted.
+template <class T, class U, bool kChannelsFirst, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    unpack_kernel(Params const p, T const* __restrict__ input, U* __restrict__ output,
+                  T* __restrict__ conv_output) {
+  constexpr int kVector = 16 / sizeof(T);
+  constexpr int kLoads = kBlockM * kColumns / kVector / kThreads;
+  // Rows of the tile, padded against bank conflicts by whole 16 bytes.
+  constexpr auto row_of = [](int bytes) {
+    return kChannelsFirst ? kColumns + 8 : kBlockM + 16 / bytes;
+  };
+  constexpr int kRows = kChannelsFirst ? kBlockM : kColumns;
+  static_assert(sizeof(T) <= sizeof(U), "the tile holds either type");
+  __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
+
+  Line const& line = p.line;
+  int block = int(blockIdx.x);
+  int const parts = line.block_n / kColumns;
+  int const part = block % parts;
+  block /= parts;
+  int const block_64 = block % p.blocks_64;
+  block /= p.blocks_64;
+  int const stat_tile = block % line.stat_tiles;
+  int const sample = block / line.stat_tiles;
+  int const strip = stat_tile / line.strip_stat_tiles;
+  int const position0 = (stat_tile - strip * line.strip_stat_tiles) * line.block_n + part * kColumns;
+  if (position0 >= line.positions) return;
+
+  // 64 threads for the 16 channels of an accumulating warp.
+  int const warp = threadIdx.x / 64;
+  int const lane = threadIdx.x % 32;
+  int const channel0 = block_64 * kBlockM;
+  int const row = warp * 16 + lane / 4;
+  int const column = lane % 4 * 2;
+  T const* const source =
+      input +
+      ((int64_t(block) * p.blocks_64 + block_64) * kBlockM + warp * 16) * line.block_n +
+      part * (16 * kColumns) + threadIdx.x % 64 * kVector;
+  device::Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    loaded[i] = device::Pack<T, kVector>::load(source + i * 64 * kVector);
+  }
+  ChannelAffine const constants[2] = {ChannelAffine::of(p.affine, sample, channel0 + row),
+                                      ChannelAffine::of(p.affine, sample, channel0 + row + 8)};
+
+  // Vector i holds, for one or two groups of eight positions, two positions of two channels.
+  auto const put = [&](auto normalize) {
+    using Result = decltype(normalize(T{}, 0));
+    constexpr int kRow = row_of(sizeof(Result));
+    auto* const elements = reinterpret_cast<Result*>(tile);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        int const group = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4) + j / 4;
+        int const r = row + j % 4 / 2 * 8;
+        int const c = group * 8 + column + j % 2;
+        elements[kChannelsFirst ? r * kRow + c : c * kRow + r] =
+            normalize(loaded[i].values[j], j % 4 / 2);
+      }
+    }
+  };
+
+  auto const write = [&](auto* target) {
+    using Result = std::remove_pointer_t<decltype(target)>;
+    constexpr int kRow = row_of(sizeof(Result));
+    auto const* const elements = reinterpret_cast<Result const*>(tile);
+    int const thread_lane = threadIdx.x % 32;
+    if constexpr (kChannelsFirst) {
+      // A lane keeps two pairs of positions for all rows.
+      Result* const planes =
+          target + (int64_t(sample) * p.channels + channel0) * p.pixels;
+      int const rows = min(kBlockM, p.channels - channel0);
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        int const first = side * 64 + thread_lane * 2;
+        Group const group(line, strip, position0 + first / 8 * 8);
+        int const k = first % 8;
+        bool const valid0 = group.valid_either(k), valid1 = group.valid_either(k + 1);
+        int const pixel0 = group.pixel(k), pixel1 = group.pixel(k + 1);
+        bool const pair = p.wide && valid0 && valid1 && pixel1 == pixel0 + 1 && pixel0 % 2 == 0;
+#pragma unroll 4
+        for (int r = int(threadIdx.x) / 32; r < rows; r += kThreads / 32) {
+          auto const values = device::Pack<Result, 2>::load(elements + r * kRow + first);
+          Result* const plane = planes + r * p.pixels;
+          if (pair) {
+            values.store(plane + pixel0);
+          } else {
+            if (valid0) plane[pixel0] = values.values[0];
+            if (valid1) plane[pixel1] = values.values[1];
+          }
+        }
+      }
+    } else {
+      constexpr int kWide = 16 / sizeof(Result);
+      constexpr int kLanes = kBlockM / kWide;  // of a position
+      int const channel = thread_lane % kLanes * kWide;
+      int const left = p.channels - channel0 - channel;
+      Result* const channels = target + int64_t(sample) * p.pixels * p.channels + channel0 + channel;
+#pragma unroll 4
+      for (int c = int(threadIdx.x) / kLanes; c < kColumns; c += kThreads / kLanes) {
+        Group const group(line, strip, position0 + c / 8 * 8);
+        if (!group.valid_either(c % 8) || left <= 0) continue;
+        auto const values = device::Pack<Result, kWide>::load(elements + c * kRow + channel);
+        Result* const pixel = channels + int64_t(group.pixel(c % 8)) * p.channels;
+        if (p.wide && left >= kWide) {
+          values.store(pixel);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kWide; ++i) {
+            if (i < left) pixel[i] = values.values[i];
+          }
+        }
+      }
+    }
+  };
+
+  put([&](T value, int which) {
+    return device::from_float<U>(groupnorm::normalized<kActivate>(device::to_float(value),
+                                                                  constants[which], p.affine));
+  });
+  __syncthreads();
+  write(output);
+  if (conv_output != nullptr) {
+    __syncthreads();
+    put([](T value, int) { return value; });
+    __syncthreads();
+    write(conv_output);
+  }
+}
+
+}  // namespace
+
+void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& passes,
+            UnpackTensors const& tensors, cudaStream_t stream) {
+  GroupNormProblem const& norm = passes.problem;
+  bool const first = passes.output_layout == Layout::kChannelsFirst;
+  Params p{};
+  p.line = Line::of(c, s);
+  p.affine = groupnorm::affine_of(norm, GroupNormTensors{.weight = tensors.weight,
+                                                         .bias = tensors.bias,
+                                                         .mean = tensors.mean,
+                                                         .rstd = tensors.rstd});
+  p.pixels = int64_t(c.z) * c.p * c.q;
+  p.channels = c.k;
+  p.blocks_64 = int(ceil_div(c.k, kBlockM));
+  bool const aligned = device::is_aligned(tensors.output, 16) &&
+                       (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
+  p.wide = aligned && (first ? p.pixels % 2 == 0
+                             : c.k * size_of(norm.dtype) % 16 == 0);
+  dim3 const grid = device::checked_grid("sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));
+  bool const activate = norm.activation_before != Activation::kIdentity ||
+                        norm.activation_after != Activation::kIdentity;
+  device::dispatch_type(norm.dtype, [&](auto t) {
+    using T = decltype(t);
+    auto const launch = [&](auto u) {
+      using U = decltype(u);
+      device::dispatch_bool(first, [&](auto channels_first) {
+        device::dispatch_bool(activate, [&](auto activates) {
+          unpack_kernel<T, U, channels_first.value, activates.value><<<grid, kThreads, 0, stream>>>(
+              p, static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
+              static_cast<T*>(tensors.conv_output));
+        });
+      });
+    };
+    if (passes.output_dtype == norm.dtype) {
+      launch(T{});
+    } else {
+      launch(float{});
+    }
+  });
+  FUSEDCONV_CUDA("sm90 unpack", cudaGetLastError());
+}
+
+}  // namespace fusedconv::conv::sm90

@@ -220,8 +220,8 @@ __device__ __forceinline__ void stage(bool present, uint32_t target, uint32_t sm
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (kMath == Math::kTf32x3) {
-      // Rounded, the bits below dropped; what is left has 13 bits. A NaN may turn into zero here, and then
-      // survives in the small part.
+      // Rounded, the bits below dropped; what is left has 13 bits, of which the tensor core takes 11. A NaN may
+      // turn into zero here, and then survives in the small part.
       big[i] = (__float_as_uint(v[i]) + 0x1000u) & 0xffffe000u;
     } else {
       big[i] = with_half_unit(v[i]);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void stage(bool present, uint32_t target, uint32_t sm
   if constexpr (kMath == Math::kTf32x3) {
     uint32_t small[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) small[i] = __float_as_uint(v[i] - __uint_as_float(big[i]));
+    for (int i = 0; i < 4; ++i) small[i] = with_half_unit(v[i] - __uint_as_float(big[i]));
     store_shared(present, target + small_offset, small[0], small[1], small[2], small[3]);
   }
 }

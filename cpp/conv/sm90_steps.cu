@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256)
       if constexpr (kParts == 2) {
         float const big = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
         target[0] = big;
-        target[p.stage_elements] = value - big;
+        target[p.stage_elements] = device::round_to_tf32(value - big);
       } else {
         target[0] = device::round_to_tf32(value);
       }

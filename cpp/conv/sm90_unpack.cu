@@ -20,12 +20,13 @@ struct Params {
   int64_t pixels;
   int channels;
   int blocks_64;
-  bool wide;  // pairs of pixels, or 16 bytes of channels
+  int width;  // channels first: elements that a store may take where pixels allow it
+  bool wide;  // channels last: 16-byte stores
 };
 
 // A block turns 64 channels of 128 positions in shared memory:
 // 1. It loads what two warps' worth of accumulators hold, 16 bytes a thread, and normalises it.
-// 2. Channels first goes out in pairs of positions along rows, channels last in 16-byte runs of channels.
+// 2. Channels first goes out in runs of positions, channels last in 16-byte runs of channels.
 // 3. The same again for the convolution itself, where that is wanted.
 template <class T, class U, bool kChannelsFirst, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
@@ -80,12 +81,21 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
+      for (int j = 0; j < kVector; j += 2) {
         int const group = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4) + j / 4;
         int const r = row + j % 4 / 2 * 8;
-        int const c = group * 8 + column + j % 2;
-        elements[kChannelsFirst ? r * kRow + c : c * kRow + r] =
-            normalize(loaded[i].values[j], j % 4 / 2);
+        int const c = group * 8 + column;
+        device::Pack<Result, 2> pair;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          pair.values[e] = normalize(loaded[i].values[j + e], j % 4 / 2);
+        }
+        if constexpr (kChannelsFirst) {
+          pair.store(elements + r * kRow + c);
+        } else {
+          elements[c * kRow + r] = pair.values[0];
+          elements[(c + 1) * kRow + r] = pair.values[1];
+        }
       }
     }
   };
@@ -96,27 +106,41 @@ __global__ void __launch_bounds__(kThreads)
     auto const* const elements = reinterpret_cast<Result const*>(tile);
     int const thread_lane = threadIdx.x % 32;
     if constexpr (kChannelsFirst) {
-      // A lane keeps two pairs of positions for all rows.
+      // A lane keeps four neighbouring positions for all rows, half a group.
       Result* const planes =
           target + (int64_t(sample) * p.channels + channel0) * p.pixels;
       int const rows = min(kBlockM, p.channels - channel0);
+      int const first = thread_lane * 4;
+      Group const group(line, strip, position0 + first / 8 * 8);
+      int const k = first % 8;
+      int const pixel = group.pixel(k);
+      bool valid[4];
+      bool run = true;
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        int const first = side * 64 + thread_lane * 2;
-        Group const group(line, strip, position0 + first / 8 * 8);
-        int const k = first % 8;
-        bool const valid0 = group.valid_either(k), valid1 = group.valid_either(k + 1);
-        int const pixel0 = group.pixel(k), pixel1 = group.pixel(k + 1);
-        bool const pair = p.wide && valid0 && valid1 && pixel1 == pixel0 + 1 && pixel0 % 2 == 0;
+      for (int i = 0; i < 4; ++i) {
+        valid[i] = group.valid_either(k + i);
+        run &= valid[i] && group.pixel(k + i) == pixel + i;
+      }
+      // Elements that one store may take: rows of the output begin where they like.
+      int const width = !run ? 1 : pixel % 4 == 0 ? p.width : pixel % 2 == 0 ? min(p.width, 2) : 1;
 #pragma unroll 4
-        for (int r = int(threadIdx.x) / 32; r < rows; r += kThreads / 32) {
-          auto const values = device::Pack<Result, 2>::load(elements + r * kRow + first);
-          Result* const plane = planes + r * p.pixels;
-          if (pair) {
-            values.store(plane + pixel0);
-          } else {
-            if (valid0) plane[pixel0] = values.values[0];
-            if (valid1) plane[pixel1] = values.values[1];
+      for (int r = int(threadIdx.x) / 32; r < rows; r += kThreads / 32) {
+        auto const values = device::Pack<Result, 4>::load(elements + r * kRow + first);
+        Result* const plane = planes + r * p.pixels;
+        if (width == 4) {
+          values.store(plane + pixel);
+        } else if (width == 2) {
+#pragma unroll
+          for (int i = 0; i < 4; i += 2) {
+            device::Pack<Result, 2> pair;
+            pair.values[0] = values.values[i];
+            pair.values[1] = values.values[i + 1];
+            pair.store(plane + pixel + i);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (valid[i]) plane[group.pixel(k + i)] = values.values[i];
           }
         }
       }
@@ -175,8 +199,8 @@ void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& pa
   p.blocks_64 = int(ceil_div(c.k, kBlockM));
   bool const aligned = device::is_aligned(tensors.output, 16) &&
                        (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
-  p.wide = aligned && (first ? p.pixels % 2 == 0
-                             : c.k * size_of(norm.dtype) % 16 == 0);
+  p.width = !aligned ? 1 : p.pixels % 4 == 0 ? 4 : p.pixels % 2 == 0 ? 2 : 1;
+  p.wide = aligned && c.k * size_of(norm.dtype) % 16 == 0;
   dim3 const grid = device::checked_grid("sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));
   bool const activate = norm.activation_before != Activation::kIdentity ||
                         norm.activation_after != Activation::kIdentity;

@@ -46,6 +46,7 @@ CHUNK_BYTES = 2 << 30
 #: of input channels) on the tensor cores, of staging 128 positions of a chunk, of a stage beside
 #: that, and of the epilogue of a warpgroup's tile.
 _STEP, _ROUND, _STAGE, _EPILOGUE = 160, 480, 200, 9000
+_PAUSES = 1.3
 _CLOCK = 1.65e9
 
 
@@ -140,8 +141,9 @@ class CutlassSm90(Kernel):
         assert isinstance(lowered, ForwardConv)
         plan = self._plan(problem, lowered)
         turns = self.row.sharing == _TURNS
-        products = 3 if problem.precision == "fp32" else 1
-        multiply = plan.stages * plan.stage_taps * products * _STEP * (1 if turns else 2)
+        # Strict fp32: three products on tiles half as wide, and a pause after each filter row.
+        step = 1.5 * _STEP * _PAUSES if problem.precision == "fp32" else _STEP
+        multiply = plan.stages * plan.stage_taps * step * (1 if turns else 2)
         rounds = math.ceil(plan.stage_rows / 128) * plan.chunks_per_stage
         stage = plan.stages * (rounds * _ROUND + _STAGE) * (1 if plan.tensor_copies else 3)
         if turns:

@@ -184,6 +184,7 @@ void bind_sm90(py::module_& m) {
                              })
       .def_property_readonly("stages", [](sm90::Plan const& p) { return p.schedule.stages; })
       .def_property_readonly("stage_rows", [](sm90::Plan const& p) { return p.schedule.stage_rows; })
+      .def_property_readonly("lines", [](sm90::Plan const& p) { return p.schedule.lines; })
       .def_property_readonly("stage_taps",
                              [](sm90::Plan const& p) {
                                sm90::Schedule const& s = p.schedule;

@@ -30,8 +30,8 @@ inline constexpr int kGroupThreads = 128;  // a warpgroup
 // With one more warp a thread could not have the 154 registers that an instruction of 64 x 256 needs.
 inline constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
 
-inline constexpr int kConsumerRegisters = 192;
-inline constexpr int kProducerRegisters = 120;
+inline constexpr int kConsumerRegisters = 200;
+inline constexpr int kProducerRegisters = 104;
 
 template <Math kMath>
 struct Instruction;
@@ -69,8 +69,8 @@ struct Params {
   Line line;
   int d, h, w;
   int lower_d, lower_h, lower_w;
-  int taps_d, taps_w;
-  int row_groups, chunk_groups;
+  int taps_w;
+  int runs;  // of stages whose positions are the same
   int step_d, step_group;  // positions from one depth tap, one group of filter rows to the next
   int step_row;            // positions from one filter row to the next
   int step_column;
@@ -87,7 +87,7 @@ struct Params {
   int filter_stage_bytes, input_stage_bytes, filter_bytes;
   int tile_count;
   int blocks_64;
-  cutlass::FastDivmod tiles, strips, blocks_k;
+  cutlass::FastDivmod tiles, strips, blocks_k, row_groups, chunk_groups;
   cutlass::FastDivmod row_step_division;
   Activation activation;
   bool activates_output;  // else what is stored is the convolution, and only its moments are activated
@@ -285,86 +285,58 @@ __device__ __forceinline__ void gather_elements(Params const& p,
 
 // ---- landing -------------------------------------------------------------------------------------
 
-// Walks over the stages of a block's tiles.
-struct Cursor {
-  int index;  // of the tile
-  Tile tile;
-  int d = 0, group = 0, chunk_group = 0;
-
-  __device__ __forceinline__ explicit Cursor(Params const& p)
-      : index(blockIdx.x), tile(p, blockIdx.x) {}
-  __device__ __forceinline__ bool valid(Params const& p) const { return index < p.tile_count; }
-  __device__ __forceinline__ void advance(Params const& p) {
-    if (++chunk_group < p.chunk_groups) return;
-    chunk_group = 0;
-    if (++group < p.row_groups) return;
-    group = 0;
-    if (++d < p.taps_d) return;
-    d = 0;
-    index += gridDim.x;
-    tile = Tile(p, index);
-  }
-  __device__ __forceinline__ int first_position(Params const& p, int positions) const {
-    return tile.index * positions + d * p.step_d + group * p.step_group;
-  }
-};
-
 // Columns before a strip's first one: tensor copies start at multiples of 16 bytes.
 template <Math kMath, Layout kLayout>
-__device__ __forceinline__ int lead(Params const& p, Cursor const& cursor) {
+__device__ __forceinline__ int lead(Params const& p, int strip) {
   if (kLayout == Layout::kChannelsLast) return 0;
-  return (cursor.tile.strip * p.line.strip_width - p.lower_w) & (16 / element_bytes(kMath) - 1);
+  return (strip * p.line.strip_width - p.lower_w) & (16 / element_bytes(kMath) - 1);
 }
 
-// Starts the tensor copies of stages: one per line and chunk, zeros outside the input. A warp deals the lines
-// to its lanes. Channels first lands as [chunk, line, channel, column], channels last as
-// [chunk, line, column, channel].
+// A warp starts the tensor copies of stage number `stage` of a tile, or of the tiles after it: one copy per
+// line and chunk, zeros outside the input. Channels first lands as [chunk, line, channel, column], channels
+// last as [chunk, line, column, channel].
 template <Math kMath, Sharing kSharing, Layout kLayout>
-struct Loader {
-  Cursor cursor;
-  int column, line0;  // of the cursor's stages, padding included
-
-  __device__ __forceinline__ explicit Loader(Params const& p) : cursor(p) { locate(p); }
-
-  __device__ __forceinline__ void locate(Params const& p) {
-    column = cursor.tile.strip * p.line.strip_width - p.lower_w - lead<kMath, kLayout>(p, cursor);
-    line0 = p.line.pitch_w.div(cursor.first_position(p, tile_positions(kMath, kSharing)));
+__device__ __forceinline__ void load_stage(Params const& p, CUtensorMap const& map, int index,
+                                           int stage, uint64_t* barrier, unsigned char* landing) {
+  while (stage >= p.stages) {
+    stage -= p.stages;
+    index += gridDim.x;
   }
-
-  __device__ __forceinline__ void advance(Params const& p) {
-    cursor.advance(p);
-    if (cursor.chunk_group == 0) locate(p);
-  }
-
-  // By all lanes of a warp.
-  __device__ __forceinline__ void load(Params const& p, CUtensorMap const& map, uint64_t* barrier,
-                                       unsigned char* landing) const {
-    int const lane = threadIdx.x % 32;
-    if (lane == 0) ClusterTransactionBarrier::arrive_and_expect_tx(barrier, p.landing_bytes);
-    int const copy_bytes = p.line_elements * kChunkBytes;
-    for (int i = lane; i < p.lines; i += 32) {
-      int slice, line;
-      p.line.pitch_h(slice, line, line0 + i);
-      slice -= p.lower_d;
-      line -= p.lower_h;
-      unsigned char* target = landing + i * copy_bytes;
-      int channel = cursor.chunk_group * p.chunks_per_stage * chunk_channels(kMath);
-      for (int chunk = 0; chunk < p.chunks_per_stage; ++chunk) {
-        constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-        if constexpr (kLayout == Layout::kChannelsFirst) {
-          cute::SM90_TMA_LOAD_5D::copy(&map, barrier, kNormal, target, column, line, slice, channel,
-                                       cursor.tile.sample);
-        } else {
-          cute::SM90_TMA_LOAD_5D::copy(&map, barrier, kNormal, target, channel, column, line, slice,
-                                       cursor.tile.sample);
-        }
-        channel += chunk_channels(kMath);
-        target += p.lines * copy_bytes;
+  if (index >= p.tile_count) return;
+  Tile const tile(p, index);
+  int d, group, chunk_group;
+  p.chunk_groups(group, chunk_group, stage);
+  p.row_groups(d, group, group);
+  int const position =
+      tile.index * tile_positions(kMath, kSharing) + d * p.step_d + group * p.step_group;
+  int const line0 = p.line.pitch_w.div(position);
+  int const column =
+      tile.strip * p.line.strip_width - p.lower_w - lead<kMath, kLayout>(p, tile.strip);
+  int const lane = threadIdx.x % 32;
+  if (lane == 0) ClusterTransactionBarrier::arrive_and_expect_tx(barrier, p.landing_bytes);
+  int const copy_bytes = p.line_elements * kChunkBytes;
+  for (int i = lane; i < p.lines; i += 32) {
+    int slice, line;
+    p.line.pitch_h(slice, line, line0 + i);
+    slice -= p.lower_d;
+    line -= p.lower_h;
+    unsigned char* target = landing + i * copy_bytes;
+    int channel = chunk_group * p.chunks_per_stage * chunk_channels(kMath);
+    for (int chunk = 0; chunk < p.chunks_per_stage; ++chunk) {
+      constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      if constexpr (kLayout == Layout::kChannelsFirst) {
+        cute::SM90_TMA_LOAD_5D::copy(&map, barrier, kNormal, target, column, line, slice, channel,
+                                     tile.sample);
+      } else {
+        cute::SM90_TMA_LOAD_5D::copy(&map, barrier, kNormal, target, channel, column, line, slice,
+                                     tile.sample);
       }
+      channel += chunk_channels(kMath);
+      target += p.lines * copy_bytes;
     }
-    __syncwarp();
   }
-};
+  __syncwarp();
+}
 
 // A thread's share of a stage's positions and where they land, in bytes.
 template <Math kMath, Layout kLayout>
@@ -384,8 +356,8 @@ struct Turn {
     return int(threadIdx.x) % kGroupThreads / kLanes * kPositions + i * kStep;
   }
 
-  __device__ __forceinline__ void locate(Params const& p, Cursor const& cursor, int first) {
-    int const before = lead<kMath, kLayout>(p, cursor);
+  __device__ __forceinline__ void locate(Params const& p, int strip, int first) {
+    int const before = lead<kMath, kLayout>(p, strip);
     odd = before % 2 != 0;
     int line0, column0;
     p.line.pitch_w(line0, column0, first);
@@ -402,8 +374,10 @@ struct Turn {
 
   // From the landing zone to the order of the tensor core, rounded where that is the mode. All loads of a
   // round come before its stores; positions behind the last one load what that one does.
+  // `ready` is called between the first loads and the first stores.
+  template <class Ready>
   __device__ __forceinline__ void turn(Params const& p, int landing_offset, uint32_t target,
-                                       uint32_t small) const {
+                                       uint32_t small, Ready&& ready) const {
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char const* const landing = shared + landing_offset;
     int const channel_bytes = p.line_elements * element_bytes(kMath);
@@ -417,6 +391,7 @@ struct Turn {
         for (int i = 0; i < kAtOnce; ++i) {
           values[i] = *reinterpret_cast<uint4 const*>(landing + offsets[first + i]);
         }
+        if (first == 0) ready();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           uint32_t const address =
@@ -453,6 +428,7 @@ struct Turn {
             }
           }
         }
+        if (first == 0) ready();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           uint32_t const address = target + uint32_t(row(first + i)) * 16;
@@ -510,76 +486,82 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   Turn<kMath, kLayout> turn;
   int offsets[kRows];
   int turned = 0;  // stages
-  Loader<kMath, kSharing, kLayout> ahead(p);
-  if constexpr (kBulk) {
-    for (int i = 0; i < p.landing_slots && ahead.cursor.valid(p); ++i) {
-      if (thread < 32) {
-        ahead.load(p, map, &barriers.landed[i], landing_ring + i * p.landing_bytes);
-      }
-      ahead.advance(p);
+  if (kBulk && thread < 32) {
+    for (int i = 0; i < p.landing_slots; ++i) {
+      load_stage<kMath, kSharing, kLayout>(p, map, blockIdx.x, i, &barriers.landed[i],
+                                           landing_ring + i * p.landing_bytes);
     }
   }
-  for (Cursor cursor(p); cursor.valid(p); cursor.advance(p)) {
-    if (cursor.chunk_group == 0) {
-      int const first = cursor.first_position(p, tile_positions(kMath, kSharing));
+  for (int index = blockIdx.x; index < p.tile_count; index += gridDim.x) {
+    Tile const tile(p, index);
+    T const* const sample = static_cast<T const*>(p.input) + tile.sample * p.input_sample;
+    int stage = 0;
+    for (int run = 0; run < p.runs; ++run) {  // of stages that differ in their channels alone
+      int d, group;
+      p.row_groups(d, group, run);
+      int const first =
+          tile.index * tile_positions(kMath, kSharing) + d * p.step_d + group * p.step_group;
       if constexpr (kBulk) {
-        turn.locate(p, cursor, first);
+        turn.locate(p, tile.strip, first);
       } else {
-        locate(p, cursor.tile.strip * p.line.strip_width - p.lower_w, first, thread, kGroupThreads,
+        locate(p, tile.strip * p.line.strip_width - p.lower_w, first, thread, kGroupThreads,
                offsets);
       }
-    }
-    ClusterBarrier::wait(&barriers.empty[slot.index], slot.phase ^ 1);
-    if (!kResident && thread == 0) {
-      int const stage_index =
-          ((cursor.tile.block_k * p.taps_d + cursor.d) * p.row_groups + cursor.group) *
-              p.chunk_groups +
-          cursor.chunk_group;
-      ClusterTransactionBarrier::arrive_and_expect_tx(&barriers.full[slot.index],
-                                                      p.filter_stage_bytes);
-      load_filter(filter_ring + slot.index * p.filter_stage_bytes,
-                  p.filter + int64_t(stage_index) * p.filter_stage_bytes, p.filter_stage_bytes,
-                  &barriers.full[slot.index]);
-    }
-    uint32_t target = input_ring + slot.index * p.input_stage_bytes;
-    if constexpr (kBulk) {
-      ClusterBarrier::wait(&barriers.landed[landing.index], landing.phase);
-      for (int chunk = 0; chunk < p.chunks_per_stage; ++chunk) {
-        turn.turn(p,
-                  landing_offset + landing.index * p.landing_bytes +
-                      chunk * p.lines * p.line_elements * kChunkBytes,
-                  target, small);
-        target += 2 * p.plane_rows * 16;
-      }
-    } else {
-      T const* const sample = static_cast<T const*>(p.input) + cursor.tile.sample * p.input_sample;
-      for (int chunk = 0; chunk < p.chunks_per_stage; ++chunk) {
-        int const channel = (cursor.chunk_group * p.chunks_per_stage + chunk) * kChannels;
-        T const* const base = sample + channel * p.channel_stride;
-        gather_elements<kMath>(p, base, p.channels - channel, target, small, thread, offsets);
-        target += 2 * p.plane_rows * 16;
-      }
-    }
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    if (thread % 32 == 0) {
-      ClusterBarrier::arrive(&barriers.full[slot.index]);
-      if (kBulk) ClusterBarrier::arrive(&barriers.turned[landing.index]);
-    }
-    slot.advance(p.slots);
-    if constexpr (kBulk) {
-      landing.advance(p.landing_slots);
-      // The warps take turns at starting copies.
-      if (turned > 0) {
-        if (turned % kWarps == thread / 32 && ahead.cursor.valid(p)) {
-          ClusterBarrier::wait(&barriers.turned[left.index], left.phase);
-          ahead.load(p, map, &barriers.landed[left.index],
-                     landing_ring + left.index * p.landing_bytes);
+      for (int chunk_group = 0; chunk_group < p.chunk_groups.divisor; ++chunk_group) {
+        // What has landed is read while the slot is still in use.
+        auto const wait_for_slot = [&] {
+          ClusterBarrier::wait(&barriers.empty[slot.index], slot.phase ^ 1);
+        };
+        if (!kBulk || !kResident) wait_for_slot();
+        if (!kResident && thread == 0) {
+          ClusterTransactionBarrier::arrive_and_expect_tx(&barriers.full[slot.index],
+                                                          p.filter_stage_bytes);
+          load_filter(filter_ring + slot.index * p.filter_stage_bytes,
+                      p.filter + (int64_t(tile.block_k) * p.stages + stage) * p.filter_stage_bytes,
+                      p.filter_stage_bytes, &barriers.full[slot.index]);
         }
-        if (ahead.cursor.valid(p)) ahead.advance(p);
-        left.advance(p.landing_slots);
+        uint32_t target = input_ring + slot.index * p.input_stage_bytes;
+        if constexpr (kBulk) {
+          ClusterBarrier::wait(&barriers.landed[landing.index], landing.phase);
+        }
+        for (int chunk = 0; chunk < p.chunks_per_stage; ++chunk) {
+          if constexpr (kBulk) {
+            turn.turn(p,
+                      landing_offset + landing.index * p.landing_bytes +
+                          chunk * p.lines * p.line_elements * kChunkBytes,
+                      target, small, [&] {
+                        if (kResident && chunk == 0) wait_for_slot();
+                      });
+          } else {
+            int const channel = (chunk_group * p.chunks_per_stage + chunk) * kChannels;
+            gather_elements<kMath>(p, sample + channel * p.channel_stride, p.channels - channel,
+                                   target, small, thread, offsets);
+          }
+          target += 2 * p.plane_rows * 16;
+        }
+        cutlass::arch::fence_view_async_shared();
+        __syncwarp();
+        if (thread % 32 == 0) {
+          ClusterBarrier::arrive(&barriers.full[slot.index]);
+          if (kBulk) ClusterBarrier::arrive(&barriers.turned[landing.index]);
+        }
+        slot.advance(p.slots);
+        if constexpr (kBulk) {
+          landing.advance(p.landing_slots);
+          // The warps take turns at starting copies, into the slot that the stage before has left.
+          if (turned > 0) {
+            if (turned % kWarps == thread / 32) {
+              ClusterBarrier::wait(&barriers.turned[left.index], left.phase);
+              load_stage<kMath, kSharing, kLayout>(p, map, index, stage - 1 + p.landing_slots,
+                                                   &barriers.landed[left.index],
+                                                   landing_ring + left.index * p.landing_bytes);
+            }
+            left.advance(p.landing_slots);
+          }
+          ++turned;
+        }
+        ++stage;
       }
-      ++turned;
     }
   }
 }
@@ -993,9 +975,10 @@ inline Params params_of(Arguments const& a, Math math, Sharing sharing) {
   p.line = Line::of(c, s);
   p.d = c.d, p.h = c.h, p.w = c.w;
   p.lower_d = c.lower_padding_d, p.lower_h = c.lower_padding_h, p.lower_w = c.lower_padding_w;
-  p.taps_d = c.t, p.taps_w = c.s;
-  p.row_groups = c.r / s.rows_per_stage;
-  p.chunk_groups = s.chunks / s.chunks_per_stage;
+  p.taps_w = c.s;
+  p.row_groups = cutlass::FastDivmod(c.r / s.rows_per_stage);
+  p.chunk_groups = cutlass::FastDivmod(s.chunks / s.chunks_per_stage);
+  p.runs = c.t * (c.r / s.rows_per_stage);
   p.step_row = c.dilation_h * s.pitch_w;
   p.step_d = c.dilation_d * s.pitch_h * s.pitch_w;
   p.step_group = s.rows_per_stage * p.step_row;

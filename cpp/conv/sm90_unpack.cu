@@ -20,6 +20,7 @@ struct Params {
   int64_t pixels;
   int channels;
   int blocks_64;
+  int strips;
   int width;  // channels first: elements that a store may take where pixels allow it
   bool wide;  // channels last: 16-byte stores
 };
@@ -47,12 +48,14 @@ __global__ void __launch_bounds__(kThreads)
   int const parts = line.block_n / kColumns;
   int const part = block % parts;
   block /= parts;
+  // Strips side by side come at the same time: they share the cache lines at their borders.
+  int const strip = block % p.strips;
+  block /= p.strips;
   int const block_64 = block % p.blocks_64;
   block /= p.blocks_64;
-  int const stat_tile = block % line.stat_tiles;
-  int const sample = block / line.stat_tiles;
-  int const strip = stat_tile / line.strip_stat_tiles;
-  int const position0 = (stat_tile - strip * line.strip_stat_tiles) * line.block_n + part * kColumns;
+  int const tile_index = block % line.strip_stat_tiles;
+  int const sample = block / line.strip_stat_tiles;
+  int const position0 = tile_index * line.block_n + part * kColumns;
   if (position0 >= line.positions) return;
 
   // 64 threads for the 16 channels of an accumulating warp.
@@ -63,7 +66,9 @@ __global__ void __launch_bounds__(kThreads)
   int const column = lane % 4 * 2;
   T const* const source =
       input +
-      ((int64_t(block) * p.blocks_64 + block_64) * kBlockM + warp * 16) * line.block_n +
+      (((int64_t(sample) * p.strips + strip) * line.strip_stat_tiles + tile_index) * p.blocks_64 *
+           kBlockM +
+       block_64 * kBlockM + warp * 16) * line.block_n +
       part * (16 * kColumns) + threadIdx.x % 64 * kVector;
   device::Pack<T, kVector> loaded[kLoads];
 #pragma unroll
@@ -197,6 +202,7 @@ void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& pa
   p.pixels = int64_t(c.z) * c.p * c.q;
   p.channels = c.k;
   p.blocks_64 = int(ceil_div(c.k, kBlockM));
+  p.strips = s.strips;
   bool const aligned = device::is_aligned(tensors.output, 16) &&
                        (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
   p.width = !aligned ? 1 : p.pixels % 4 == 0 ? 4 : p.pixels % 2 == 0 ? 2 : 1;

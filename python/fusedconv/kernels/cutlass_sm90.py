@@ -43,9 +43,10 @@ _TURNS, _CHANNELS, _POSITIONS = range(3)
 CHUNK_BYTES = 2 << 30
 
 #: Cycles, measured on an H200 with large problems: of a step (64 channels, 256 positions, 32 bytes
-#: of input channels) on the tensor cores, of staging 128 positions of a chunk, of a stage beside
-#: that, and of the epilogue of a warpgroup's tile.
-_STEP, _ROUND, _STAGE, _EPILOGUE = 160, 480, 200, 9000
+#: of input channels) on the tensor cores; for each chunk of a stage, of turning 128 positions and
+#: of a line's copy; of the epilogue of a warpgroup's tile.
+_STEP, _ROUND, _LINE, _EPILOGUE = 160, 336, 134, 13000
+#: What strict fp32 takes longer for its pauses after each filter row.
 _PAUSES = 1.3
 _CLOCK = 1.65e9
 
@@ -141,16 +142,19 @@ class CutlassSm90(Kernel):
         assert isinstance(lowered, ForwardConv)
         plan = self._plan(problem, lowered)
         turns = self.row.sharing == _TURNS
-        # Strict fp32: three products on tiles half as wide, and a pause after each filter row.
+        # Strict fp32: three products on tiles half as wide.
         step = 1.5 * _STEP * _PAUSES if problem.precision == "fp32" else _STEP
         multiply = plan.stages * plan.stage_taps * step * (1 if turns else 2)
-        rounds = math.ceil(plan.stage_rows / 128) * plan.chunks_per_stage
-        stage = plan.stages * (rounds * _ROUND + _STAGE) * (1 if plan.tensor_copies else 3)
+        rounds = math.ceil(plan.stage_rows / 128)
+        staging = (
+            rounds * _ROUND + plan.lines * _LINE if plan.tensor_copies else rounds * 3 * _ROUND
+        )
+        stage = plan.stages * plan.chunks_per_stage * staging
         if turns:
             # One warpgroup finishes a tile while the other multiplies the next.
             cycles = max(multiply, stage, (multiply + _EPILOGUE) / 2)
         else:
-            cycles = max(multiply, stage) + _EPILOGUE / 3
+            cycles = max(multiply, stage) + _EPILOGUE / 2
         waves = math.ceil(problem.batch * plan.tiles / max(1, problem.multiprocessors))
         cycles = waves * cycles + stage / max(1, plan.stages) * 3
         size = problem.dtype.itemsize

@@ -391,6 +391,8 @@ def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
     from fusedconv.kernels import cutlass_sm80, cutlass_sm90
 
     with torch.no_grad():
+        # Another way through the batch may make another row the cheapest.
+        monkeypatch.setenv("FUSEDCONV_KERNEL", fusedconv.explain(model, x)[0].kernel)
         first = model(x)
         for _ in range(20):
             assert torch.equal(model(x), first)

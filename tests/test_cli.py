@@ -37,8 +37,10 @@ def test_explain_needs_no_gpu(system):
     output = invoke("explain", "--system", system, "--arch", "90")
     assert "sm_90" in output
     if fusedconv.build["cuda"]:
-        provider = "groupnorm_cuda" if system == "system3" else "cutlass_sm80"
+        provider = "groupnorm_cuda" if system == "system3" else "cutlass_sm90"
         assert f"provider {provider}" in output
+        if system != "system3":
+            assert "provider cutlass_sm80" in invoke("explain", "--system", system, "--arch", "80")
     else:
         assert "provider torch" in output
         assert "built without CUDA" in output

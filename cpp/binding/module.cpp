@@ -146,9 +146,9 @@ void bind_sm90(py::module_& m) {
           fields["math"] = int(row.math);
           fields["dtype"] = int(row.dtype);
           fields["sharing"] = int(row.sharing);
-          fields["tile"] =
-              py::make_tuple(sm90::kBlockM * sm90::blocks_m(row.sharing),
-                             sm90::tile_positions(row.math, row.sharing), sm90::chunk_channels(row.math));
+          fields["tile"] = py::make_tuple(sm90::kBlockM * sm90::blocks_m(row.sharing),
+                                          sm90::tile_positions(row.math, row.sharing),
+                                          sm90::chunk_channels(row.math));
           result.append(fields);
         }
         return result;
@@ -183,7 +183,8 @@ void bind_sm90(py::module_& m) {
                                return s.tiles * s.strips * s.blocks_k;
                              })
       .def_property_readonly("stages", [](sm90::Plan const& p) { return p.schedule.stages; })
-      .def_property_readonly("stage_rows", [](sm90::Plan const& p) { return p.schedule.stage_rows; })
+      .def_property_readonly("stage_rows",
+                             [](sm90::Plan const& p) { return p.schedule.stage_rows; })
       .def_property_readonly("lines", [](sm90::Plan const& p) { return p.schedule.lines; })
       .def_property_readonly("stage_taps",
                              [](sm90::Plan const& p) {
@@ -340,8 +341,8 @@ void bind_cuda(py::module_& m) {
              int c, int k, Triple const& input_extent, Triple const& output_extent,
              Triple const& taps, Triple const& lower_padding, Triple const& dilation,
              int activation) {
-            auto const problem = conv_problem(c, k, input_extent, output_extent, taps, lower_padding,
-                                              dilation);
+            auto const problem =
+                conv_problem(c, k, input_extent, output_extent, taps, lower_padding, dilation);
             self.convolution(row, problem, activation_of("activation", activation), input, filter,
                              bias, output);
           },

@@ -19,19 +19,20 @@
 
 namespace fusedconv::conv::sm90 {
 
-inline constexpr int kBlockM = 64;         // output channels of a warpgroup's tile
-inline constexpr int kChunkBytes = 32;     // of channels: one step of the tensor core
-inline constexpr int kMaxStageRows = 1024; // positions staged at once
+inline constexpr int kBlockM = 64;          // output channels of a warpgroup's tile
+inline constexpr int kChunkBytes = 32;      // of channels: one step of the tensor core
+inline constexpr int kMaxStageRows = 1024;  // positions staged at once
 inline constexpr int kMaxSlots = 8;
-inline constexpr int kMaxLineElements = 256;  // that a tensor copy's box takes along an axis
-inline constexpr int kConsumers = 2;       // warpgroups
+inline constexpr int kMaxLineElements = 256;    // that a tensor copy's box takes along an axis
+inline constexpr int kConsumers = 2;            // warpgroups
 inline constexpr int kSharedLimit = 227 << 10;  // of a block on compute capability 9.0
 
 // How the two consuming warpgroups share the work.
 enum class Sharing : int {
   kTurns = 0,     // one tile each, in turns; the filter of 64 channels stays in shared memory
   kChannels = 1,  // one tile of positions, 64 channels each; filter and input pass through stages
-  kPositions = 2, // one tile of channels, neighbouring positions; filter and input pass through stages
+  kPositions =
+      2,  // one tile of channels, neighbouring positions; filter and input pass through stages
 };
 
 constexpr int blocks_m(Sharing sharing) { return sharing == Sharing::kChannels ? 2 : 1; }
@@ -41,9 +42,7 @@ constexpr int tile_positions(Math math, Sharing sharing) {
   return block_n(math) * (sharing == Sharing::kPositions ? 2 : 1);
 }
 constexpr int parts_of(Math math) { return math == Math::kTf32x3 ? 2 : 1; }
-constexpr int element_bytes(Math math) {
-  return math == Math::kF16 || math == Math::kBF16 ? 2 : 4;
-}
+constexpr int element_bytes(Math math) { return math == Math::kF16 || math == Math::kBF16 ? 2 : 4; }
 constexpr int chunk_channels(Math math) { return kChunkBytes / element_bytes(math); }
 
 // What a launch of one problem looks like. All sizes are counts unless they say bytes.

@@ -70,19 +70,19 @@ struct Params {
   int d, h, w;
   int lower_d, lower_h, lower_w;
   int taps_w;
-  int runs;  // of stages whose positions are the same
+  int runs;                // of stages whose positions are the same
   int step_d, step_group;  // positions from one depth tap, one group of filter rows to the next
   int step_row;            // positions from one filter row to the next
   int step_column;
   int rows_per_stage, chunks_per_stage;
   int row_step, stage_rows, plane_rows;
-  bool contiguous;  // a stage's positions are one run
+  bool contiguous;      // a stage's positions are one run
   bool three_by_three;  // a stage has three rows of three taps
-  bool wraps;         // groups of eight positions may cross rows
+  bool wraps;           // groups of eight positions may cross rows
   bool bulk;
   int line_elements, lines, landing_slots, landing_bytes;
-  bool fragments;  // the output is in the order of accumulator fragments
-  bool wide_output;   // pairs of positions or channels
+  bool fragments;    // the output is in the order of accumulator fragments
+  bool wide_output;  // pairs of positions or channels
   int stages, slots;
   int filter_stage_bytes, input_stage_bytes, filter_bytes;
   int tile_count;
@@ -90,7 +90,8 @@ struct Params {
   cutlass::FastDivmod tiles, strips, blocks_k, row_groups, chunk_groups;
   cutlass::FastDivmod row_step_division;
   Activation activation;
-  bool activates_output;  // else what is stored is the convolution, and only its moments are activated
+  bool
+      activates_output;  // else what is stored is the convolution, and only its moments are activated
 };
 
 #if defined(__CUDACC__)
@@ -163,8 +164,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, int plane_rows) {
 
 template <class Mma, int... kIndex>
 __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sum)[sizeof...(kIndex)],
-                                         bool accumulate,
-                                         std::integer_sequence<int, kIndex...>) {
+                                         bool accumulate, std::integer_sequence<int, kIndex...>) {
   Mma::fma(a, b, sum[kIndex]..., accumulate ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 
@@ -276,7 +276,8 @@ __device__ __forceinline__ void gather_elements(Params const& p,
           device::Pack<T, 8> piece;
 #pragma unroll
           for (int c = 0; c < 8; ++c) piece.values[c] = values[i][half * 8 + c];
-          store_shared(present, address, piece.bits[0], piece.bits[1], piece.bits[2], piece.bits[3]);
+          store_shared(present, address, piece.bits[0], piece.bits[1], piece.bits[2],
+                       piece.bits[3]);
         }
       }
     }
@@ -365,7 +366,8 @@ struct Turn {
     for (int i = 0; i < kCount; ++i) {
       if (i / kAtOnce * kAtOnce * kStep >= p.stage_rows) break;
       int line, column;
-      p.line.pitch_w(line, column, column0 + min(row(i), (p.stage_rows - 1) / kPositions * kPositions));
+      p.line.pitch_w(line, column,
+                     column0 + min(row(i), (p.stage_rows - 1) / kPositions * kPositions));
       offsets[i] = line * p.line_elements * kChunkBytes +
                    (column + before) * (kLanes == 2 ? kChunkBytes : element_bytes(kMath)) +
                    (kLanes == 2 ? int(threadIdx.x) % 2 * 16 : 0);
@@ -394,8 +396,7 @@ struct Turn {
         if (first == 0) ready();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          uint32_t const address =
-              target + threadIdx.x % 2 * plane + uint32_t(row(first + i)) * 16;
+          uint32_t const address = target + threadIdx.x % 2 * plane + uint32_t(row(first + i)) * 16;
           bool const present = row(first + i) < p.stage_rows;
           if constexpr (element_bytes(kMath) == 4) {
             float const piece[4] = {__uint_as_float(values[i].x), __uint_as_float(values[i].y),
@@ -444,9 +445,9 @@ struct Turn {
                 uint32_t words[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                  words[k] = __byte_perm(values[i][half * 8 + 2 * k],
-                                         values[i][half * 8 + 2 * k + 1],
-                                         second == 0 ? 0x5410 : 0x7632);
+                  words[k] =
+                      __byte_perm(values[i][half * 8 + 2 * k], values[i][half * 8 + 2 * k + 1],
+                                  second == 0 ? 0x5410 : 0x7632);
                 }
                 store_shared(present, address + half * plane + second * 16, words[0], words[1],
                              words[2], words[3]);
@@ -482,7 +483,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   int const thread = threadIdx.x % kGroupThreads;
   uint32_t const small = uint32_t(p.input_stage_bytes) / 2;
   constexpr int kWarps = kGroupThreads / 32;
-  Slot slot, landing, left;  // left: the landing slot of the stage before, which all warps have left
+  Slot slot, landing,
+      left;  // left: the landing slot of the stage before, which all warps have left
   Turn<kMath, kLayout> turn;
   int offsets[kRows];
   int turned = 0;  // stages
@@ -702,7 +704,8 @@ __device__ __forceinline__ void finish_tile(Params const& p, float const (&accum
                             tile.strip * p.line.strip_stat_tiles + position0 / block_n(kMath);
   // A warp's accumulators are 16 channels of the tile.
   T* const fragment = static_cast<T*>(p.output) +
-                      (stat_tile * p.blocks_64 * kBlockM + channel0) * block_n(kMath) + lane * (16 / sizeof(T));
+                      (stat_tile * p.blocks_64 * kBlockM + channel0) * block_n(kMath) +
+                      lane * (16 / sizeof(T));
   ShiftedMoments moments0, moments1;
   int const count = own.count_of_columns<kSize / 4>();
   bool shifted = false;
@@ -796,7 +799,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
        index += (kTakeTurns ? 2 : 1) * gridDim.x) {
     Tile const tile(p, index);
     int const channel0 =
-        (tile.block_k * blocks_m(kSharing) + (kSharing == Sharing::kChannels ? group : 0)) * kBlockM +
+        (tile.block_k * blocks_m(kSharing) + (kSharing == Sharing::kChannels ? group : 0)) *
+            kBlockM +
         warp * 16;
     float bias[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -814,8 +818,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
       uint32_t const filter_address =
           filter_ring + (kTakeTurns ? s : slot.index) * p.filter_stage_bytes + own_filter;
       uint64_t a = operand(filter_address, kBlockM);
-      uint64_t const b0 = operand(
-          input_ring + slot.index * p.input_stage_bytes + own_positions * 16, p.plane_rows);
+      uint64_t const b0 =
+          operand(input_ring + slot.index * p.input_stage_bytes + own_positions * 16, p.plane_rows);
       if constexpr (kMath == Math::kTf32x3) {
         // The tensor core drops bits in every addition to an accumulator, which a long sum would show. So a
         // filter row is summed by itself, the small products first, and added with rounding.
@@ -835,8 +839,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
               multiply<Mma>(at + filter_small, bt, row, true, Indices{});
             }
             for (int t = 0; t < p.taps_w; ++t) {
-              multiply<Mma>(a + uint64_t(t * (kStepBytes >> 4)), b + uint64_t(t * p.step_column), row,
-                            true, Indices{});
+              multiply<Mma>(a + uint64_t(t * (kStepBytes >> 4)), b + uint64_t(t * p.step_column),
+                            row, true, Indices{});
             }
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
@@ -907,7 +911,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
 }
 
 template <Math kMath, Sharing kSharing, Layout kLayout>
-__global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params const p, __grid_constant__ CUtensorMap const map) {
+__global__ void __launch_bounds__(kThreads, 1)
+    convolve(__grid_constant__ Params const p, __grid_constant__ CUtensorMap const map) {
 #if defined(CUTE_ARCH_MMA_SM90A_ENABLED)
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr bool kResident = kSharing == Sharing::kTurns;
@@ -916,13 +921,12 @@ __global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params
   int const filter_ring_bytes = kResident ? p.filter_bytes : p.slots * p.filter_stage_bytes;
   // Tensor copies land at multiples of 128 bytes, and what precedes the zone is a multiple of that.
   unsigned char* const landing_ring = shared + 1024 + filter_ring_bytes;
-  uint32_t const input_ring = cute::cast_smem_ptr_to_uint(landing_ring) +
-                              uint32_t(p.landing_slots * p.landing_bytes);
+  uint32_t const input_ring =
+      cute::cast_smem_ptr_to_uint(landing_ring) + uint32_t(p.landing_slots * p.landing_bytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.slots; ++i) {
       ClusterBarrier::init(&barriers.full[i], kGroupThreads / 32 + (kResident ? 0 : 1));
-      ClusterBarrier::init(&barriers.empty[i],
-                           kGroupThreads / 32 * (kResident ? 1 : kConsumers));
+      ClusterBarrier::init(&barriers.empty[i], kGroupThreads / 32 * (kResident ? 1 : kConsumers));
     }
     for (int i = 0; i < p.landing_slots; ++i) {
       ClusterBarrier::init(&barriers.landed[i], 1);

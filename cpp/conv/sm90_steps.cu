@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(256)
                      (p.taps_h - 1 - (row_group * p.rows_per_stage + r)) * p.source.stride_r +
                      (p.taps_w - 1 - s) * p.source.stride_s];
     }
-    T* const target = filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;
+    T* const target =
+        filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;
     if constexpr (sizeof(T) == 4) {
       if constexpr (kParts == 2) {
         float const big = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
@@ -163,8 +164,8 @@ CUtensorMap input_map(Arguments const& a, Math math) {
       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw KernelFailure(detail::join("cuTensorMapEncodeTiled failed with ", int(status), " for N=",
-                                     c.n, " C=", c.c, " DHW=", c.d, "x", c.h, "x", c.w,
+    throw KernelFailure(detail::join("cuTensorMapEncodeTiled failed with ", int(status),
+                                     " for N=", c.n, " C=", c.c, " DHW=", c.d, "x", c.h, "x", c.w,
                                      " line=", s.line_elements));
   }
   return map;

@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kThreads)
       input +
       (((int64_t(sample) * p.strips + strip) * line.strip_stat_tiles + tile_index) * p.blocks_64 *
            kBlockM +
-       block_64 * kBlockM + warp * 16) * line.block_n +
+       block_64 * kBlockM + warp * 16) *
+          line.block_n +
       part * (16 * kColumns) + threadIdx.x % 64 * kVector;
   device::Pack<T, kVector> loaded[kLoads];
 #pragma unroll
@@ -112,8 +113,7 @@ __global__ void __launch_bounds__(kThreads)
     int const thread_lane = threadIdx.x % 32;
     if constexpr (kChannelsFirst) {
       // A lane keeps four neighbouring positions for all rows, half a group.
-      Result* const planes =
-          target + (int64_t(sample) * p.channels + channel0) * p.pixels;
+      Result* const planes = target + (int64_t(sample) * p.channels + channel0) * p.pixels;
       int const rows = min(kBlockM, p.channels - channel0);
       int const first = thread_lane * 4;
       Group const group(line, strip, position0 + first / 8 * 8);
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kThreads)
       constexpr int kLanes = kBlockM / kWide;  // of a position
       int const channel = thread_lane % kLanes * kWide;
       int const left = p.channels - channel0 - channel;
-      Result* const channels = target + int64_t(sample) * p.pixels * p.channels + channel0 + channel;
+      Result* const channels =
+          target + int64_t(sample) * p.pixels * p.channels + channel0 + channel;
 #pragma unroll 4
       for (int c = int(threadIdx.x) / kLanes; c < kColumns; c += kThreads / kLanes) {
         Group const group(line, strip, position0 + c / 8 * 8);
@@ -174,8 +175,8 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   put([&](T value, int which) {
-    return device::from_float<U>(groupnorm::normalized<kActivate>(device::to_float(value),
-                                                                  constants[which], p.affine));
+    return device::from_float<U>(
+        groupnorm::normalized<kActivate>(device::to_float(value), constants[which], p.affine));
   });
   __syncthreads();
   write(output);
@@ -203,11 +204,13 @@ void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& pa
   p.channels = c.k;
   p.blocks_64 = int(ceil_div(c.k, kBlockM));
   p.strips = s.strips;
-  bool const aligned = device::is_aligned(tensors.output, 16) &&
-                       (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
+  bool const aligned =
+      device::is_aligned(tensors.output, 16) &&
+      (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
   p.width = !aligned ? 1 : p.pixels % 4 == 0 ? 4 : p.pixels % 2 == 0 ? 2 : 1;
   p.wide = aligned && c.k * size_of(norm.dtype) % 16 == 0;
-  dim3 const grid = device::checked_grid("sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));
+  dim3 const grid = device::checked_grid(
+      "sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));
   bool const activate = norm.activation_before != Activation::kIdentity ||
                         norm.activation_after != Activation::kIdentity;
   device::dispatch_type(norm.dtype, [&](auto t) {

@@ -960,7 +960,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- launching -----------------------------------------------------------------------------------
 
-inline Params params_of(Arguments const& a, Math math, Sharing sharing) {
+inline Params params_of(Arguments const& a, Sharing sharing) {
   ConvProblem const& c = a.problem;
   Schedule const& s = a.schedule;
   bool const first = a.layout == Layout::kChannelsFirst;
@@ -1018,7 +1018,7 @@ CUtensorMap input_map(Arguments const& a, Math math);
 template <Math kMath, Sharing kSharing, Layout kLayout>
 void launch_layout(Arguments const& a, cudaStream_t stream) {
   auto const kernel = &convolve<kMath, kSharing, kLayout>;
-  Params const p = params_of(a, kMath, kSharing);
+  Params const p = params_of(a, kSharing);
   int const blocks = std::min(p.tile_count, a.multiprocessors);
   FUSEDCONV_CUDA("sm90 convolve",
                  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -36,6 +36,9 @@ except ImportError:
 #: device is taken for the newest. Only ratios decide between kernels.
 _COPY_RATE = {80: 1.7e12, 90: 4.3e12}
 
+#: Of one kernel of a program, where the GPU waits for the processor.
+LAUNCH_MILLISECONDS = 0.004
+
 #: What a plan says first of an input that no kernel reads as it lies.
 CONTIGUOUS_STEP = "torch copy of the strided input to contiguous NCHW"
 

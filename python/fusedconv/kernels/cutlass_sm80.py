@@ -18,6 +18,7 @@ from fusedconv.kernels.cuda_program import (
     CONV_OUTPUT,
     HAS_CUDA,
     INPUT,
+    LAUNCH_MILLISECONDS,
     OUTPUT,
     WEIGHT,
     ProgramPlan,
@@ -164,8 +165,9 @@ class CutlassSm80(Kernel):
         waves = 0.0
         for samples, launches in _chunks(problem.batch, chunk):
             tiles = -(-samples * pixels // tile_m) * tiles_n
-            # Two blocks share a multiprocessor, so a last wave of half the size costs about half.
-            waves += launches * max(1.0, math.ceil(2 * tiles / slots) / 2)
+            # Two blocks share a multiprocessor, so a last wave of half the size costs about half;
+            # but one alone takes longer than half of what two take.
+            waves += launches * max(_ALONE[row.dimensions], math.ceil(2 * tiles / slots) / 2)
         depth = self._padded(problem.channels) * math.prod(problem.conv.kernel_size)
         tile_flops = 2.0 * tile_m * tile_n * depth
         conv = waves * tile_flops * slots / (self._efficiency() * slots / 132) * 1e3
@@ -177,7 +179,9 @@ class CutlassSm80(Kernel):
         moved += 2 * problem.output_elements * size * (problem.norm is not None)
         if problem.layout == "strided":
             moved += 2 * problem.input_elements * size
-        return conv + copy_milliseconds(moved, problem.architecture) + 0.002 * launches
+        return (
+            conv + copy_milliseconds(moved, problem.architecture) + LAUNCH_MILLISECONDS * launches
+        )
 
     # ---- how it runs ----
 
@@ -312,6 +316,9 @@ def _chunks(batch: int, chunk: int) -> list[tuple[int, int]]:
         (samples, count) for samples, count in ((chunk, full), (rest, 1 if rest else 0)) if count
     ]
 
+
+#: What a block alone on its multiprocessor takes, in waves, by spatial axes; measured on an H200.
+_ALONE = {2: 1.5, 3: 2.6}
 
 #: FLOP/s of a full H200 by (math, tile rows and columns), measured on large problems with bias and
 #: GELU in the epilogue. Other devices scale with their multiprocessors; only ratios decide.

@@ -19,6 +19,7 @@ from fusedconv.kernels.cuda_program import (
     CONV_OUTPUT,
     HAS_CUDA,
     INPUT,
+    LAUNCH_MILLISECONDS,
     MEAN,
     NORM_BIAS,
     NORM_WEIGHT,
@@ -165,7 +166,9 @@ class CutlassSm90(Kernel):
             copy_milliseconds(problem.input_elements * size + output, problem.architecture),
         )
         launches = 4 * -(-problem.batch // self._chunk(problem, plan))
-        return conv + copy_milliseconds(moved, problem.architecture) + 0.002 * launches
+        return (
+            conv + copy_milliseconds(moved, problem.architecture) + LAUNCH_MILLISECONDS * launches
+        )
 
     def _chunk(self, problem: Problem, plan: _C.Sm90Plan) -> int:
         """Samples per pass over the steps: what fits the scratch limit, one at least."""

@@ -483,8 +483,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   int const thread = threadIdx.x % kGroupThreads;
   uint32_t const small = uint32_t(p.input_stage_bytes) / 2;
   constexpr int kWarps = kGroupThreads / 32;
-  Slot slot, landing,
-      left;  // left: the landing slot of the stage before, which all warps have left
+  Slot slot, landing;
+  Slot left;  // the landing slot of the stage before, which all warps have left
   Turn<kMath, kLayout> turn;
   int offsets[kRows];
   int turned = 0;  // stages

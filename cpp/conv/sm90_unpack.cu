@@ -21,8 +21,8 @@ struct Params {
   int channels;
   int blocks_64;
   int strips;
-  bool pairs;  // channels first: stores of two pixels
-  bool wide;   // channels last: 16-byte stores
+  int width;  // channels first: elements that a store may take where pixels allow it
+  bool wide;  // channels last: 16-byte stores
 };
 
 // A block turns 64 channels of 128 positions in shared memory:
@@ -112,40 +112,40 @@ __global__ void __launch_bounds__(kThreads)
     auto const* const elements = reinterpret_cast<Result const*>(tile);
     int const thread_lane = threadIdx.x % 32;
     if constexpr (kChannelsFirst) {
+      // A lane keeps four neighbouring positions for all rows, half a group.
       Result* const planes = target + (int64_t(sample) * p.channels + channel0) * p.pixels;
       int const rows = min(kBlockM, p.channels - channel0);
-      int const first_row = int(threadIdx.x) / 32;
-      constexpr int kRowStep = kThreads / 32;
-      // A lane keeps two pairs of positions for all rows.
-      if (p.pairs) {
-        // Every pair is two neighbouring pixels at an even place, or none.
-        Result* places[2];
-        bool valid[2];
+      int const first = thread_lane * 4;
+      Group const group(line, strip, position0 + first / 8 * 8);
+      int const k = first % 8;
+      int const pixel = group.pixel(k);
+      bool valid[4];
+      bool run = true;
 #pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          int const first = side * 64 + thread_lane * 2;
-          Group const group(line, strip, position0 + first / 8 * 8);
-          valid[side] = group.valid_either(first % 8);
-          places[side] = planes + first_row * p.pixels + group.pixel(first % 8);
-        }
-        Result const* from = elements + first_row * kRow + thread_lane * 2;
+      for (int i = 0; i < 4; ++i) {
+        valid[i] = group.valid_either(k + i);
+        run &= valid[i] && group.pixel(k + i) == pixel + i;
+      }
+      // Elements that one store may take: rows of the output begin where they like.
+      int const width = !run ? 1 : pixel % 4 == 0 ? p.width : pixel % 2 == 0 ? min(p.width, 2) : 1;
 #pragma unroll 4
-        for (int r = first_row; r < rows; r += kRowStep) {
+      for (int r = int(threadIdx.x) / 32; r < rows; r += kThreads / 32) {
+        auto const values = device::Pack<Result, 4>::load(elements + r * kRow + first);
+        Result* const plane = planes + r * p.pixels;
+        if (width == 4) {
+          values.store(plane + pixel);
+        } else if (width == 2) {
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            auto const values = device::Pack<Result, 2>::load(from + side * 64);
-            if (valid[side]) values.store(places[side]);
-            places[side] += kRowStep * p.pixels;
+          for (int i = 0; i < 4; i += 2) {
+            device::Pack<Result, 2> pair;
+            pair.values[0] = values.values[i];
+            pair.values[1] = values.values[i + 1];
+            pair.store(plane + pixel + i);
           }
-          from += kRowStep * kRow;
-        }
-      } else {
-        for (int c = thread_lane; c < kColumns; c += 32) {
-          Group const group(line, strip, position0 + c / 8 * 8);
-          if (!group.valid_either(c % 8)) continue;
-          Result* place = planes + group.pixel(c % 8);
-          for (int r = first_row; r < rows; r += kRowStep) {
-            place[r * p.pixels] = elements[r * kRow + c];
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (valid[i]) plane[group.pixel(k + i)] = values.values[i];
           }
         }
       }
@@ -207,8 +207,7 @@ void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& pa
   bool const aligned =
       device::is_aligned(tensors.output, 16) &&
       (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
-  p.pairs =
-      aligned && p.pixels % 2 == 0 && c.q % 2 == 0 && s.pitch_w % 2 == 0 && s.strip_width % 2 == 0;
+  p.width = !aligned ? 1 : p.pixels % 4 == 0 ? 4 : p.pixels % 2 == 0 ? 2 : 1;
   p.wide = aligned && c.k * size_of(norm.dtype) % 16 == 0;
   dim3 const grid = device::checked_grid(
       "sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));

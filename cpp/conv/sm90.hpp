@@ -29,10 +29,9 @@ inline constexpr int kSharedLimit = 227 << 10;  // of a block on compute capabil
 
 // How the two consuming warpgroups share the work.
 enum class Sharing : int {
-  kTurns = 0,     // one tile each, in turns; the filter of 64 channels stays in shared memory
-  kChannels = 1,  // one tile of positions, 64 channels each; filter and input pass through stages
-  kPositions =
-      2,  // one tile of channels, neighbouring positions; filter and input pass through stages
+  kTurns = 0,      // one tile each, in turns; the filter of 64 channels stays in shared memory
+  kChannels = 1,   // one tile of positions, 64 channels each; filter and input pass through stages
+  kPositions = 2,  // one tile of channels, neighbouring positions; as kChannels
 };
 
 constexpr int blocks_m(Sharing sharing) { return sharing == Sharing::kChannels ? 2 : 1; }

@@ -81,8 +81,8 @@ struct Params {
   bool wraps;           // groups of eight positions may cross rows
   bool bulk;
   int line_elements, lines, landing_slots, landing_bytes;
-  bool fragments;    // the output is in the order of accumulator fragments
-  bool wide_output;  // pairs of positions or channels
+  bool fragments;    // unused
+  bool wide_output;  // unused
   int stages, slots;
   int filter_stage_bytes, input_stage_bytes, filter_bytes;
   int tile_count;
@@ -91,7 +91,7 @@ struct Params {
   cutlass::FastDivmod row_step_division;
   Activation activation;
   bool
-      activates_output;  // else what is stored is the convolution, and only its moments are activated
+      activates_output;  // else the convolution is stored, and only its moments are of activated values
 };
 
 #if defined(__CUDACC__)
@@ -584,7 +584,8 @@ __device__ __forceinline__ float quick_reciprocal(float x) {
 
 // x Phi(x) with Phi = 1 / (1 + 2^-h): h(x) = log2(Phi / (1 - Phi)) is odd and smooth, and a polynomial of
 // degree nine (least maximum error of x Phi(x), found by weighted least squares) keeps the result within
-// 3.4e-6 of the erf form everywhere: far below what rounding operands to TF32 or 16 bits costs.
+// 3.4e-6 of the erf form, apart from the last places of exp2 and reciprocal: far below what rounding
+// operands to TF32 or 16 bits costs.
 __device__ __forceinline__ float quick_gelu(float x) {
   float const square = x * x;
   float h = -3.21037604e-06f;
@@ -1000,7 +1001,8 @@ inline Params params_of(Arguments const& a, Sharing sharing) {
   p.filter_stage_bytes = s.filter_stage_bytes, p.input_stage_bytes = s.input_stage_bytes;
   p.filter_bytes = sharing == Sharing::kTurns ? int(s.filter_bytes) : 0;
   int64_t const tiles = int64_t(c.n) * s.strips * s.tiles * s.blocks_k;
-  FUSEDCONV_CHECK(tiles < (int64_t(1) << 30), "convolve: ", tiles, " tiles");
+  FUSEDCONV_CHECK(tiles < (int64_t(1) << 30), "sm90 convolve: N=", c.n, " C=", c.c, " K=", c.k,
+                  " makes ", tiles, " tiles, less than 2**30 are expected");
   p.tile_count = int(tiles);
   p.blocks_64 = int(ceil_div(c.k, kBlockM));
   p.tiles = cutlass::FastDivmod(s.tiles);
@@ -1015,17 +1017,33 @@ inline Params params_of(Arguments const& a, Sharing sharing) {
 // The input as a tensor of five axes, for copies of one line of a chunk of channels.
 CUtensorMap input_map(Arguments const& a, Math math);
 
+inline std::string name_of(Math math, Sharing sharing) {
+  char const* const maths[] = {"tf32", "tf32_rounded", "tf32x3", "f16", "bf16"};
+  char const* const sharings[] = {"turns", "channels", "positions"};
+  return detail::join("sm90_conv_", maths[int(math)], "_", kBlockM * blocks_m(sharing), "x",
+                      tile_positions(math, sharing), "_", sharings[int(sharing)]);
+}
+
 template <Math kMath, Sharing kSharing, Layout kLayout>
 void launch_layout(Arguments const& a, cudaStream_t stream) {
   auto const kernel = &convolve<kMath, kSharing, kLayout>;
   Params const p = params_of(a, kSharing);
   int const blocks = std::min(p.tile_count, a.multiprocessors);
-  FUSEDCONV_CUDA("sm90 convolve",
-                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      a.schedule.shared_bytes));
+  auto const check = [&](char const* where, cudaError_t status) {
+    if (status == cudaSuccess) return;
+    ConvProblem const& c = a.problem;
+    throw KernelFailure(detail::join(
+        name_of(kMath, kSharing), ": ", where, " failed with ", cudaGetErrorName(status), " (",
+        cudaGetErrorString(status), ") for N=", c.n, " C=", c.c, " K=", c.k, " DHW=", c.d, "x", c.h,
+        "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
+        a.schedule.shared_bytes, " bytes of shared memory"));
+  };
+  check("cudaFuncSetAttribute",
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             a.schedule.shared_bytes));
   CUtensorMap const map = a.schedule.bulk ? input_map(a, kMath) : CUtensorMap{};
   kernel<<<blocks, kThreads, a.schedule.shared_bytes, stream>>>(p, map);
-  FUSEDCONV_CUDA("sm90 convolve", cudaGetLastError());
+  check("launch", cudaGetLastError());
 }
 
 template <Math kMath, Sharing kSharing>
@@ -1039,18 +1057,10 @@ void launch(Arguments const& a, cudaStream_t stream) {
 
 template <Math kMath, Sharing kSharing>
 Row row() {
-  constexpr char const* kMathName = kMath == Math::kTf32     ? "tf32"
-                                    : kMath == Math::kTf32x3 ? "tf32x3"
-                                    : kMath == Math::kF16    ? "f16"
-                                                             : "bf16";
-  constexpr char const* kSharingName = kSharing == Sharing::kTurns      ? "turns"
-                                       : kSharing == Sharing::kChannels ? "channels"
-                                                                        : "positions";
   constexpr DType kDType = kMath == Math::kF16    ? DType::kFloat16
                            : kMath == Math::kBF16 ? DType::kBFloat16
                                                   : DType::kFloat32;
-  return {.name = detail::join("sm90_conv_", kMathName, "_", kBlockM * blocks_m(kSharing), "x",
-                               tile_positions(kMath, kSharing), "_", kSharingName),
+  return {.name = name_of(kMath, kSharing),
           .math = kMath,
           .dtype = kDType,
           .sharing = kSharing,

@@ -126,7 +126,7 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
                    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                     cudaEnableDefault, &found));
     if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-      throw KernelFailure("cuTensorMapEncodeTiled: the driver does not have it");
+      throw KernelFailure("sm90 convolve: the driver does not have cuTensorMapEncodeTiled");
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
@@ -164,9 +164,9 @@ CUtensorMap input_map(Arguments const& a, Math math) {
       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw KernelFailure(detail::join("cuTensorMapEncodeTiled failed with ", int(status),
-                                     " for N=", c.n, " C=", c.c, " DHW=", c.d, "x", c.h, "x", c.w,
-                                     " line=", s.line_elements));
+    throw KernelFailure(detail::join("sm90 convolve: cuTensorMapEncodeTiled failed with ",
+                                     int(status), " for N=", c.n, " C=", c.c, " DHW=", c.d, "x",
+                                     c.h, "x", c.w, " line=", s.line_elements));
   }
   return map;
 }

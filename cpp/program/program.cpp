@@ -79,8 +79,9 @@ void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterS
                                Activation activation, bool activates_output,
                                groupnorm::Passes const& passes, Sm90Operands const& operands) {
   namespace sm90 = conv::sm90;
-  FUSEDCONV_CHECK(plan.schedule.obstacle.empty(), "sm90_convolution: ", plan.schedule.obstacle);
   sm90::Row const& row = sm90::rows()[plan.row];
+  FUSEDCONV_CHECK(plan.schedule.obstacle.empty(), "sm90_convolution: ", row.name, ": ",
+                  plan.schedule.obstacle);
   sm90::Schedule const& schedule = plan.schedule;
   bool const normalizes = operands.mean.slot != -1;
   note({operands.input, operands.weight, operands.bias, operands.mean, operands.rstd,

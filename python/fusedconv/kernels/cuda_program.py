@@ -16,7 +16,7 @@ from fusedconv.problem import (
     Problem,
     dtype_name,
 )
-from fusedconv.registry import Support
+from fusedconv.registry import Kernel, Support
 
 # Slots of the pointers that run() gets, in this order.
 INPUT, WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, OUTPUT, CONV_OUTPUT, MEAN, RSTD = range(9)
@@ -94,6 +94,22 @@ def group_norm_passes(
     )
 
 
+def statistics_operands(program: _C.Program, problem: Problem) -> tuple[_C.Operand, _C.Operand]:
+    """Mean and reciprocal deviation: the caller's where they are saved, else scratch; absent
+    without a GroupNorm."""
+    if problem.norm is None:
+        return _C.Operand(), _C.Operand()
+    size = 4 * problem.norm.num_groups
+    if problem.save:
+        return program.tensor(MEAN, size), program.tensor(RSTD, size)
+    return program.scratch(size), program.scratch(size)
+
+
+def five_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """A weight's strides [C, K, *kernel] with zeros for the leading axes that it lacks."""
+    return (*strides[:2], *(0,) * (5 - len(strides)), *strides[2:])
+
+
 def add_group_norm(
     program: _C.Program,
     problem: Problem,
@@ -112,13 +128,8 @@ def add_group_norm(
         problem, layout=layout, row_channels=row_channels, activation_before=activation_before
     )
     steps = []
-    mean = rstd = _C.Operand()
+    mean, rstd = statistics_operands(program, problem)
     if norm is not None:
-        statistics = 4 * norm.num_groups
-        if problem.save:
-            mean, rstd = program.tensor(MEAN, statistics), program.tensor(RSTD, statistics)
-        else:
-            mean, rstd = program.scratch(statistics), program.scratch(statistics)
         program.moments(passes, input=input, mean=mean, rstd=rstd)
         moments = "moments" if activation_before == "identity" else f"{activation_before} + moments"
         steps.append(f"{moments} ({layout})")
@@ -223,6 +234,25 @@ def group_norm_gradients(
         activation_after=ACTIVATION_CODES[activation_after],
     )
     return grad_input, grad_weight, grad_bias
+
+
+class NotCompiled(Kernel):
+    """Stands for a provider's rows in a build without CUDA, so that ``explain`` can say why."""
+
+    def __init__(self, name: str, provider: str) -> None:
+        self.name = name
+        self.provider = provider
+
+    def supports(self, problem: Problem) -> Support:
+        if problem.conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        return supports_cuda(problem)
+
+    def cost(self, problem: Problem) -> float:
+        raise NotImplementedError("never supported")
+
+    def compile(self, problem: Problem) -> Plan:
+        raise NotImplementedError("never supported")
 
 
 class ProgramPlan(Plan):

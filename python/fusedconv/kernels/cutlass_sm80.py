@@ -21,10 +21,12 @@ from fusedconv.kernels.cuda_program import (
     LAUNCH_MILLISECONDS,
     OUTPUT,
     WEIGHT,
+    NotCompiled,
     ProgramPlan,
     add_conv_output_copy,
     add_group_norm,
     copy_milliseconds,
+    five_strides,
     supports_cuda,
 )
 from fusedconv.lowering import ForwardConv, lower_unit_stride
@@ -215,7 +217,6 @@ class CutlassSm80(Kernel):
         steps = ["pack filter" + (" (rounded to TF32)" if rounded else "")]
         filter = program.scratch(0, self._filter_elements(problem) * size)
         bias = program.scratch(0, padded_k * size) if conv.bias else _C.Operand()
-        strides = conv.weight_strides
         program.pack_filter(
             weight=program.tensor(WEIGHT, 0),
             bias=program.tensor(BIAS, 0) if conv.bias else _C.Operand(),
@@ -226,7 +227,7 @@ class CutlassSm80(Kernel):
             taps=lowered.taps,
             padded_c=padded_c,
             padded_k=padded_k,
-            strides=(*strides[:2], *(0,) * (5 - len(strides)), *strides[2:]),
+            strides=five_strides(conv.weight_strides),
             dtype=dtype,
             round_tf32=rounded,
         )
@@ -348,26 +349,8 @@ def _rows() -> list[_Row]:
     return [_Row(**fields) for fields in raw if fields["family"] == "sm80"]
 
 
-class _NotCompiled(Kernel):
-    """Stands for the rows in a build without CUDA, so that ``explain`` can say why."""
-
-    name = "sm80_conv"
-    provider = "cutlass_sm80"
-
-    def supports(self, problem: Problem) -> Support:
-        if problem.conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        return supports_cuda(problem)
-
-    def cost(self, problem: Problem) -> float:
-        raise NotImplementedError("never supported")
-
-    def compile(self, problem: Problem) -> Plan:
-        raise NotImplementedError("never supported")
-
-
 def register(registry: Registry) -> None:
     if not HAS_CUDA:
-        registry.register(_NotCompiled())
+        registry.register(NotCompiled("sm80_conv", "cutlass_sm80"))
     for row in _rows():
         registry.register(CutlassSm80(row))

@@ -20,15 +20,16 @@ from fusedconv.kernels.cuda_program import (
     HAS_CUDA,
     INPUT,
     LAUNCH_MILLISECONDS,
-    MEAN,
     NORM_BIAS,
     NORM_WEIGHT,
     OUTPUT,
-    RSTD,
     WEIGHT,
+    NotCompiled,
     ProgramPlan,
     copy_milliseconds,
+    five_strides,
     group_norm_passes,
+    statistics_operands,
     supports_cuda,
 )
 from fusedconv.lowering import ForwardConv, lower_unit_stride
@@ -186,19 +187,12 @@ class CutlassSm90(Kernel):
         norm = problem.norm
         program = _C.Program(problem.device_index, problem.batch, self._chunk(problem, plan))
         absent = _C.Operand()
-        mean = rstd = absent
-        if norm is not None:
-            statistics = 4 * norm.num_groups
-            if problem.save:
-                mean, rstd = program.tensor(MEAN, statistics), program.tensor(RSTD, statistics)
-            else:
-                mean, rstd = program.scratch(statistics), program.scratch(statistics)
+        mean, rstd = statistics_operands(program, problem)
         # A saved convolution output is kept as it is before the activation, which then is applied
         # once for the moments and once more behind them.
         before = problem.activation_before
         behind = before if problem.save else "identity"
         output_sample = problem.output_channels * math.prod(problem.output_spatial)
-        strides = conv.weight_strides
         program.sm90_convolution(
             plan,
             group_norm_passes(
@@ -207,7 +201,7 @@ class CutlassSm90(Kernel):
                 row_channels=problem.output_channels,
                 activation_before=behind,
             ),
-            strides=(*strides[:2], *(0,) * (5 - len(strides)), *strides[2:]),
+            strides=five_strides(conv.weight_strides),
             activation=ACTIVATION_CODES[before],
             activates_output=not problem.save,
             input=program.tensor(INPUT, problem.channels * math.prod(problem.spatial) * size),
@@ -248,27 +242,9 @@ class CutlassSm90(Kernel):
         return ProgramPlan(self.name, tuple(steps), problem, program, problem.device_index)
 
 
-class _NotCompiled(Kernel):
-    """Stands for the rows in a build without CUDA, so that ``explain`` can say why."""
-
-    name = "sm90_conv"
-    provider = "cutlass_sm90"
-
-    def supports(self, problem: Problem) -> Support:
-        if problem.conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        return supports_cuda(problem)
-
-    def cost(self, problem: Problem) -> float:
-        raise NotImplementedError("never supported")
-
-    def compile(self, problem: Problem) -> Plan:
-        raise NotImplementedError("never supported")
-
-
 def register(registry: Registry) -> None:
     if not HAS_CUDA:
-        registry.register(_NotCompiled())
+        registry.register(NotCompiled("sm90_conv", "cutlass_sm90"))
         return
     rows: list[dict[str, Any]] = _C.sm90_rows()
     for fields in rows:

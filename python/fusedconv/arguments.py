@@ -1,7 +1,7 @@
 """Checks of single arguments, each raising ``name: got ..., expected ...``.
 
-What torch accepts is accepted: anything with ``__index__`` for an integer, one value or a sequence of
-one value for all axes. A bool is no integer.
+What torch accepts is accepted: anything with ``__index__`` for an integer, one value or a sequence
+of one value for all axes. A bool is no integer.
 """
 
 from __future__ import annotations

@@ -460,29 +460,50 @@ def test_without_saving_backward_says_so():
 
 
 @pytest.mark.parametrize("target", ["conv", "conv without norm", "norm"])
-def test_double_backward_raises_and_names_the_operator(target):
-    """A second derivative must not come out as a silent zero, whichever leaf it is asked of."""
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-    weight = torch.randn(4, 6, 3, 3, requires_grad=True)
-    scale = torch.randn(4, requires_grad=True)
-    if target == "conv":
-        leaves = (x, weight)
-        output = functional.conv_transpose_act_norm(x, weight, activation="gelu", num_groups=2)
-    elif target == "conv without norm":
-        # Through the operator, as a kernel of ours serves it: torch serves it here by itself.
-        leaves = (x, weight)
-        output = CONV(
-            x, weight, None, (1, 1), (0, 0), (0, 0), (1, 1), 1, "gelu", "act_norm", 0, None, None,
-            1e-5, None, None, True,
+def test_second_derivatives_are_the_compositions(target):
+    """A gradient penalty: create_graph, then the gradient of the gradients."""
+    generator = torch.Generator().manual_seed(8)
+
+    def make(*shape):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.requires_grad_()
+
+    x, weight, scale = make(2, 4, 5, 5), make(4, 6, 3, 3), make(4)
+    num_groups = 2 if target == "conv" else None
+    leaves = (x, scale) if target == "norm" else (x, weight)
+
+    def ours():
+        if target == "norm":
+            return NORM(x, 2, scale, None, 1e-5, "gelu", "act_norm", None)[0]
+        return CONV(
+            x, weight, None, (1, 1), (0, 0), (0, 0), (1, 1), 1, "gelu", "act_norm", num_groups or 0,
+            None, None, 1e-5, None, None, True,
         )[0]  # fmt: skip
-    else:
-        leaves = (x, scale)
-        output = functional.group_norm(x, 2, scale, activation="gelu")
-    grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
-    for grad in grads:
-        for leaf in leaves:
-            with pytest.raises(RuntimeError, match=r"fusedconv"):
-                torch.autograd.grad(grad.square().sum(), leaf, retain_graph=True, allow_unused=True)
+
+    def composition():
+        if target == "norm":
+            return reference.group_norm(x, 2, scale, activation="gelu")
+        return reference.conv_transpose_act_norm(
+            x, weight, activation="gelu", num_groups=num_groups
+        )
+
+    def penalty(function):
+        grads = torch.autograd.grad(function().square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)
+
+    for actual, expected in zip(penalty(ours), penalty(composition), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_derivative_of_the_backward_operator_is_refused():
+    """Nobody differentiates it by way of the operators; called by hand it must not give zeros."""
+    x = torch.randn(2, 4, 5, requires_grad=True)
+    mean, rstd = torch.zeros(2, 2), torch.ones(2, 2)
+    grad, *_ = torch.ops.fusedconv.group_norm_backward(
+        torch.randn(2, 4, 5), x, mean, rstd, None, None, 2, "gelu", "act_norm", [True, False, False]
+    )
+    with pytest.raises(RuntimeError, match=r"fusedconv::group_norm_backward: got a second deriv"):
+        grad.sum().backward()
 
 
 # ---- compilation ---------------------------------------------------------------------------------

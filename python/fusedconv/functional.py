@@ -2,7 +2,8 @@
 
 Every activation is one of "relu", "gelu" (exact, erf), "gelu_tanh", "silu" or None; ``order`` is
 "act_norm" (activation, then GroupNorm, as in the three systems) or "norm_act" (GroupNorm, then
-activation, as in most published models).
+activation, as in most published models). Integers are what torch takes for integers (numpy's too,
+no bool); a value per axis is an integer, or a sequence of one or of all.
 """
 
 from __future__ import annotations
@@ -11,52 +12,45 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.overrides import handle_torch_function, has_torch_function
 
-from fusedconv import ops
+from fusedconv import ops, validation
+from fusedconv.arguments import choice, finite, integer, integers, tensor
 from fusedconv.kernels import torch_reference
+from fusedconv.plan import run
+from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 try:
     _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _function_modes = torch._C._is_torch_function_mode_enabled
-    _functorch_level = torch._C._functorch.peek_interpreter_stack
+    _tracing = torch._C._get_tracing_state
 except AttributeError:  # private names may move; then every call goes through the dispatcher
     _dispatch_modes = None  # type: ignore[assignment]
 
 
 def _goes_direct(input: Tensor, *others: Tensor | None) -> bool:
-    """Whether no tracer, mode, transform or subclass wants to see the call."""
+    """Whether no tracer, mode, transform, profiler or subclass wants to see the call, and every
+    tensor's memory holds its values (a negative view's holds their opposites)."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
         return False
-    if _dispatch_modes() or _function_modes() or _functorch_level() is not None:
+    if _dispatch_modes() or ops.is_transformed() or _tracing() is not None:
         return False
-    if type(input) not in _PLAIN or input.device.type not in ("cpu", "cuda"):
+    if profiler._is_profiler_enabled or input.device.type not in ("cpu", "cuda"):
         return False
-    return all(other is None or type(other) in _PLAIN for other in others)
+    if type(input) not in _PLAIN or input.is_neg():
+        return False
+    return all(other is None or (type(other) in _PLAIN and not other.is_neg()) for other in others)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _tuple(name: str, value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    if isinstance(value, tuple):
-        return value
-    if isinstance(value, int):
-        return (value,) * axes
-    if isinstance(value, Sequence):
-        return tuple(value)
-    raise TypeError(f"{name}: got {value!r}, expected an integer or a sequence of them")
-
-
-def _check_tensors(required: dict[str, object], optional: dict[str, object]) -> None:
-    for name, tensor in required.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected torch.Tensor")
-    for name, tensor in optional.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected torch.Tensor or None")
+def _under_autocast(device: str) -> bool:
+    # torch refuses the question for devices that it has no autocast for, meta among them.
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def conv_transpose_act_norm(
@@ -84,44 +78,64 @@ def conv_transpose_act_norm(
     eight arguments mean what they mean in ``torch.nn.functional.conv_transpose2d``. The result is
     [N, K, *output spatial], channels last where the input is and dense channels first otherwise.
 
-    ``num_groups`` None leaves the GroupNorm out, ``activation`` None the activation. ``precision``
+    ``num_groups`` None leaves the GroupNorm out, ``activation`` None the activation. Without a
+    GroupNorm the input may lack the batch, as torch's convolution allows; with one it may not, as a
+    sample's channels would be taken for a batch. ``precision``
     is "tf32" or "fp32" for float32 input; None follows torch's switches for convolutions.
 
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
-    _check_tensors(
-        {"input": input, "weight": weight},
-        {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias},
-    )
+    tensors = (input, weight, bias, norm_weight, norm_bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            conv_transpose_act_norm, tensors, input, weight, bias, stride, padding, output_padding,
+            groups, dilation, activation=activation, order=order, num_groups=num_groups,
+            norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision,
+        )  # fmt: skip
+    tensor("input", input)
+    tensor("weight", weight)
+    tensor("bias", bias, optional=True)
+    tensor("norm_weight", norm_weight, optional=True)
+    tensor("norm_bias", norm_bias, optional=True)
     axes = weight.dim() - 2
-    if num_groups is None and (norm_weight is not None or norm_bias is not None):
-        raise ValueError("norm_weight, norm_bias: got tensors, expected None where num_groups is")
-    if num_groups is not None and num_groups < 1:
-        raise ValueError(f"num_groups: got {num_groups}, expected a positive integer or None")
+    validation.check_axes(weight)
+    name = _activation(activation)
+    choice("order", order, ORDERS)
+    choice("precision", precision, PRECISIONS, optional=True)
+    eps = finite("eps", eps)
+    groups = integer("groups", groups)
+    if num_groups is None:
+        if norm_weight is not None or norm_bias is not None:
+            raise ValueError("norm_weight, norm_bias: got tensors, expected None as num_groups is")
+    else:
+        num_groups = integer("num_groups", num_groups, optional=True)
+        if num_groups < 1:
+            raise ValueError(f"num_groups: got {num_groups}, expected a positive integer or None")
+    geometry = (
+        integers("stride", stride, axes, 1),
+        integers("padding", padding, axes, 0),
+        integers("output_padding", output_padding, axes, 0),
+        integers("dilation", dilation, axes, 1),
+    )
     if input.dim() == axes + 1 and num_groups is None:
+        stride, padding, output_padding, dilation = geometry
         batched = conv_transpose_act_norm(
             input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation,
             activation=activation, precision=precision,
         )  # fmt: skip
         return batched.squeeze(0)
 
-    geometry = (
-        _tuple("stride", stride, axes),
-        _tuple("padding", padding, axes),
-        _tuple("output_padding", output_padding, axes),
-        _tuple("dilation", dilation, axes),
-    )
     output_dtype: torch.dtype | None = None
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+    if _under_autocast(device) and input.dtype != torch.float64:
         # What autocast does to eager's operators: the convolution in the low precision and, on
         # CUDA, GroupNorm in float32.
         low = torch.get_autocast_dtype(device)
         input, weight = input.to(low), weight.to(low)
         bias = None if bias is None else bias.to(low)
         if device != "cuda":
-            return _composite_under_autocast(
-                input, weight, bias, *geometry, groups, activation, order, num_groups, norm_weight,
+            return _composed_under_autocast(
+                input, weight, bias, *geometry, groups, name, order, num_groups, norm_weight,
                 norm_bias, eps,
             )  # fmt: skip
         output_dtype = torch.float32 if num_groups is not None else None
@@ -129,7 +143,7 @@ def conv_transpose_act_norm(
     arguments = (
         *geometry,
         groups,
-        "identity" if activation is None else activation,
+        name,
         order,
         num_groups or 0,
         norm_weight,
@@ -144,17 +158,22 @@ def conv_transpose_act_norm(
         if precision is None and isinstance(plan, torch_reference.TorchPlan):
             # Plain torch, gradients included. An explicit precision must hold in the backward pass
             # too, which the operator sees to.
-            return torch_reference.differentiable(
+            return torch_reference.compose(
                 plan.problem, input, weight, bias, norm_weight, norm_bias
-            )
+            ).output
         if not save:
-            return plan.run(input, weight, bias, norm_weight, norm_bias).output
+            return run(plan, input, weight, bias, norm_weight, norm_bias).output
     outputs = torch.ops.fusedconv.conv_transpose_act_norm(input, weight, bias, *arguments, save)
     result: Tensor = outputs[0]
     return result
 
 
-def _composite_under_autocast(
+def _activation(activation: str | None) -> str:
+    """The operators' name of an activation."""
+    return choice("activation", activation, ACTIVATIONS, optional=True) or "identity"
+
+
+def _composed_under_autocast(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -163,7 +182,7 @@ def _composite_under_autocast(
     output_padding: tuple[int, ...],
     dilation: tuple[int, ...],
     groups: int,
-    activation: str | None,
+    activation: str,
     order: str,
     num_groups: int | None,
     norm_weight: Tensor | None,
@@ -171,18 +190,17 @@ def _composite_under_autocast(
     eps: float,
 ) -> Tensor:
     """torch's operators, each cast as autocast on the processor casts it."""
-    name = "identity" if activation is None else activation
-    ops._check_choice(name, order)
-    conv = ops._conv_geometry(
+    validation.check_input(input)
+    conv = validation.conv_geometry(
         input, weight, bias, stride, padding, output_padding, dilation, groups
     )
     x = torch_reference.conv_transpose(conv, input, weight, bias)
     if num_groups is None:
-        return torch_reference.activate(x, name)
+        return torch_reference.activate(x, activation)
     if order == "act_norm":
-        x = torch_reference.activate(x, name)
+        x = torch_reference.activate(x, activation)
     x = torch.nn.functional.group_norm(x, num_groups, norm_weight, norm_bias, eps)
-    return torch_reference.activate(x, name) if order == "norm_act" else x
+    return torch_reference.activate(x, activation) if order == "norm_act" else x
 
 
 def group_norm(
@@ -203,26 +221,37 @@ def group_norm(
     y = (x - mean) / sqrt(variance + eps) * weight + bias, statistics per sample and group with the
     biased variance (Wu and He, 2018). Raises ValueError or TypeError naming the argument.
     """
-    _check_tensors({"input": input}, {"weight": weight, "bias": bias})
+    tensors = (input, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            group_norm, tensors, input, num_groups, weight, bias, eps, activation=activation,
+            order=order,
+        )  # fmt: skip
+    tensor("input", input)
+    tensor("weight", weight, optional=True)
+    tensor("bias", bias, optional=True)
+    name = _activation(activation)
+    choice("order", order, ORDERS)
+    eps = finite("eps", eps)
+    num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups: got {num_groups}, expected a positive integer")
     output_dtype: torch.dtype | None = None
     if (
-        torch.is_autocast_enabled("cuda")
-        and input.device.type == "cuda"
+        input.device.type == "cuda"
+        and torch.is_autocast_enabled("cuda")
         and input.dtype in (torch.float16, torch.bfloat16)
     ):
         output_dtype = torch.float32
-    name = "identity" if activation is None else activation
     save = _any_requires_grad(input, weight, bias)
     if _goes_direct(input, weight, bias):
         plan = ops.group_norm_plan(
             input, num_groups, weight, bias, eps, name, order, output_dtype, save
         )
         if isinstance(plan, torch_reference.TorchPlan):
-            return torch_reference.differentiable(plan.problem, input, None, None, weight, bias)
+            return torch_reference.compose(plan.problem, input, None, None, weight, bias).output
         if not save:
-            return plan.run(input, None, None, weight, bias).output
+            return run(plan, input, None, None, weight, bias).output
     outputs = torch.ops.fusedconv.group_norm(
         input, num_groups, weight, bias, eps, name, order, output_dtype
     )

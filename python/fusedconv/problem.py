@@ -6,6 +6,7 @@ Z P Q output and T R S filter extents along depth, height and width.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -22,12 +23,20 @@ ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 LAYOUT_CODES = {"nchw": 0, "nhwc": 1}
 ORDERS = ("act_norm", "norm_act")
+PRECISIONS = ("tf32", "fp32", "fp16", "bf16", "fp64")
 
 _PRECISION_OF_DTYPE: dict[torch.dtype, Precision] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float64: "fp64",
 }
+
+
+@functools.cache
+def device_properties(index: int) -> tuple[int, int]:
+    """Compute capability times ten and multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,7 +93,7 @@ class Problem:
     ``device`` is a torch device type, ``device_index`` its ordinal and ``architecture`` its compute
     capability times ten (both 0 off CUDA). ``layout`` is the input's: "nchw" dense channels first,
     "nhwc" dense channels last, "strided" anything else. ``aligned`` says that the input's address
-    is a multiple of 16 bytes.     ``save`` asks for the tensors that a backward pass needs.
+    is a multiple of 16 bytes. ``save`` asks for the tensors that a backward pass needs.
     """
 
     device: str

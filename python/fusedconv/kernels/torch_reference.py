@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusedconv.plan import Outputs, Plan
-from fusedconv.problem import ConvTransposeGeometry, Problem, conv_fp32_precision
+from fusedconv.problem import (
+    ConvTransposeGeometry,
+    NormGeometry,
+    Problem,
+    conv_fp32_precision,
+)
 from fusedconv.registry import Kernel, Registry, Support
 
 _CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -72,30 +78,46 @@ def precision_scope(precision: str) -> Iterator[None]:
         setter("cuda", "conv", setting)
 
 
-def differentiable(
+def compose(
     problem: Problem,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-) -> Tensor:
-    """The problem in torch's operators, which autograd follows by itself."""
+) -> Outputs:
+    """The problem in torch's operators, which autograd and torch.func follow by themselves."""
     x = input
+    conv_output = mean = rstd = None
     if problem.conv is not None:
         assert weight is not None
-        x = conv_transpose(problem.conv, x, weight, bias)
+        x = conv_output = conv_transpose(problem.conv, x, weight, bias)
     x = activate(x, problem.activation_before)
-    if problem.norm is not None:
-        # Not torch.nn.functional's, which refuses single values that a group may well consist of.
-        x = torch.group_norm(
-            x.to(problem.output_dtype),
-            problem.norm.num_groups,
-            norm_weight,
-            norm_bias,
-            problem.norm.eps,
-        )
-    return dense(activate(x, problem.activation_after), problem.output_layout)
+    norm = problem.norm
+    if norm is not None:
+        x = x.to(problem.output_dtype)
+        if x.device.type == "cpu" and torch.is_grad_enabled():
+            # torch's gradient for channels last on processors writes the input's gradient even
+            # where none is asked for, through a null pointer.
+            x = x.contiguous()
+        if problem.save:
+            x, mean, rstd = _group_norm_with_statistics(norm, x, norm_weight, norm_bias)
+        else:
+            # Not torch.nn.functional's, which refuses single values that a group may consist of.
+            x = torch.group_norm(x, norm.num_groups, norm_weight, norm_bias, norm.eps)
+    output = dense(activate(x, problem.activation_after), problem.output_layout)
+    return Outputs(output, conv_output if problem.save else None, mean, rstd)
+
+
+def _group_norm_with_statistics(
+    norm: NormGeometry, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, channels, *spatial = x.shape
+    output, mean, rstd = torch.ops.aten.native_group_norm(
+        x.contiguous(), weight, bias, batch, channels, math.prod(spatial), norm.num_groups, norm.eps
+    )
+    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return output, mean.to(statistics), rstd.to(statistics)
 
 
 def dense(tensor: Tensor, layout: str) -> Tensor:
@@ -134,46 +156,7 @@ class TorchPlan(Plan):
         norm_bias: Tensor | None,
     ) -> Outputs:
         with precision_scope(self.problem.precision):
-            return self._run(input, weight, bias, norm_weight, norm_bias)
-
-    def _run(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-    ) -> Outputs:
-        problem = self.problem
-        if not problem.save:
-            output = differentiable(problem, input, weight, bias, norm_weight, norm_bias)
-            return Outputs(output, None, None, None)
-        conv_output = None
-        x = input
-        if problem.conv is not None:
-            assert weight is not None
-            x = conv_output = conv_transpose(problem.conv, x, weight, bias)
-        x = activate(x, problem.activation_before)
-        mean = rstd = None
-        if problem.norm is not None:
-            x = x.to(problem.output_dtype)
-            batch, channels = x.shape[:2]
-            groups = problem.norm.num_groups
-            pixels = x[0, 0].numel() if batch else 0
-            x, mean, rstd = torch.ops.aten.native_group_norm(
-                x.contiguous(),
-                norm_weight,
-                norm_bias,
-                batch,
-                channels,
-                pixels,
-                groups,
-                problem.norm.eps,
-            )
-            statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
-            mean, rstd = mean.to(statistics), rstd.to(statistics)
-        output = dense(activate(x, problem.activation_after), problem.output_layout)
-        return Outputs(output, conv_output, mean, rstd)
+            return compose(self.problem, input, weight, bias, norm_weight, norm_bias)
 
 
 class TorchReference(Kernel):

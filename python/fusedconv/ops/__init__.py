@@ -1,0 +1,20 @@
+"""torch.library operators, their fake implementations and gradients, and the way to a plan.
+
+``fusedconv::conv_transpose_act_norm`` and ``fusedconv::group_norm`` are what torch.compile, tracing
+and autograd see; ``fusedconv.functional`` calls the plan directly where none of them is involved.
+"""
+
+from fusedconv.ops import conv_transpose, flops, group_norm
+from fusedconv.ops.common import is_transformed
+from fusedconv.ops.planning import conv_plan, group_norm_plan
+
+flops.register()
+
+__all__ = [
+    "conv_plan",
+    "conv_transpose",
+    "flops",
+    "group_norm",
+    "group_norm_plan",
+    "is_transformed",
+]

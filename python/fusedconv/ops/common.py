@@ -1,0 +1,201 @@
+"""What the operators share: the layouts and dtypes they promise, and how they differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import make_autograd_impl
+from torch.autograd import forward_ad
+
+from fusedconv.kernels import torch_reference
+from fusedconv.plan import Outputs, log_once
+from fusedconv.problem import Problem, conv_fp32_precision, layout_of
+
+#: Holds the registrations that torch.library has no function for.
+LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
+
+#: Input, weight, bias, norm_weight, norm_bias.
+Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def output_layout(input: Tensor) -> str:
+    return "nhwc" if layout_of(tuple(input.shape), input.stride()) == "nhwc" else "nchw"
+
+
+def empty(input: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype) -> Tensor:
+    axes = len(shape)
+    if layout != "nhwc":
+        return input.new_empty(shape, dtype=dtype)
+    physical = [shape[0], *shape[2:], shape[1]]
+    return input.new_empty(physical, dtype=dtype).permute(0, axes - 1, *range(1, axes - 1))
+
+
+def promised(
+    input: Tensor,
+    result: Tensor | None,
+    like: Tensor | None,
+    needed: bool,
+    layout: str = "nchw",
+) -> Tensor:
+    """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed."""
+    if not needed or result is None or like is None:
+        return input.new_empty((0,))
+    return torch_reference.dense(result, layout).to(like.dtype)
+
+
+def statistics_dtype(input: Tensor) -> torch.dtype:
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A plan's outputs as an operator returns them: dense, none sharing memory, empty for None."""
+    output, conv_output, mean, rstd = outputs
+    layout = output_layout(input)
+    output = torch_reference.dense(output, layout)
+    if conv_output is None:
+        conv_output = input.new_empty((0,))
+    else:
+        conv_output = torch_reference.dense(conv_output, layout)
+        if output is conv_output or output._is_view() or conv_output._is_view():
+            output = output.clone()
+    statistics = statistics_dtype(input)
+    return (
+        output,
+        conv_output,
+        input.new_empty((0,), dtype=statistics) if mean is None else mean,
+        input.new_empty((0,), dtype=statistics) if rstd is None else rstd,
+    )
+
+
+# ---- differentiation -----------------------------------------------------------------------------
+
+try:
+    _functorch_level = torch._C._functorch.peek_interpreter_stack
+except AttributeError:  # a private name, which may move
+
+    def _functorch_level() -> None:  # type: ignore[misc]
+        return None
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is under way."""
+    return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
+def _composes(arguments: Iterable[object]) -> bool:
+    """Whether derivatives are asked for that no kernel has: torch's operators have them all."""
+    if _functorch_level() is not None:
+        return True
+    return forward_ad._current_level >= 0 and any(
+        isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+        for argument in arguments
+    )
+
+
+def composed(name: str, problem: Problem, requested: str | None, tensors: Tensors) -> Outputs:
+    """The problem in torch's operators, for derivatives beyond the first and in forward mode.
+
+    Raises NotImplementedError where an explicit precision differs from torch's switch, which is
+    what the derivatives would follow.
+    """
+    switch = conv_fp32_precision()
+    strict_or_not = problem.device == "cuda" and problem.dtype == torch.float32
+    if strict_or_not and requested not in (None, switch):
+        raise NotImplementedError(
+            f"precision: got {requested!r} under a torch.func transform, forward-mode or second "
+            f"differentiation, expected None or {switch!r}, which torch's switch asks for"
+        )
+    log_once(
+        (name, "composed"),
+        "%s: torch's operators serve torch.func transforms, forward-mode and second derivatives",
+        name,
+    )
+    outputs = torch_reference.compose(problem, *tensors)
+    return Outputs(outputs.output, *(t if t is None else t.detach() for t in outputs[1:]))
+
+
+def gradients_by_composition(
+    output: Callable[[], Tensor],
+    leaves: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad: Tensor,
+) -> list[Tensor | None]:
+    """Gradients that differentiate again: of ``output()``, torch's operators on ``leaves``."""
+    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need and leaf is not None]
+    with torch.enable_grad():
+        found = iter(
+            torch.autograd.grad(output(), wanted, grad, create_graph=True, allow_unused=True)
+        )
+    return [
+        next(found) if need and leaf is not None else None
+        for leaf, need in zip(leaves, needs, strict=True)
+    ]
+
+
+def register_gradients(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any],
+    compose: Callable[..., Any],
+) -> None:
+    """What torch.library.register_autograd does, but that ``compose``, the operator in torch's
+    own, stands in where a transform or a tangent asks for what ``backward`` does not give."""
+    operator = getattr(torch.ops.fusedconv, name).default
+    generated = make_autograd_impl(
+        operator, SimpleNamespace(_backward_fn=backward, _setup_context_fn=setup_context)
+    )
+
+    def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _composes(arguments):
+            return compose(*arguments, **keywords)
+        return generated(keyset, *arguments, **keywords)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def refuse_second_derivatives(name: str) -> None:
+    """Makes differentiating the operator raise, where it would give a silent zero."""
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f"fusedconv::{name}: got a second derivative, expected first ones only")
+
+    torch.library.register_autograd(f"fusedconv::{name}", backward, setup_context=setup_context)
+
+
+def register_batching(name: str) -> None:
+    """torch.vmap over the operator: samples are apart in it, so that a batched input joins them;
+    where other tensors are batched, one call each."""
+    operator = getattr(torch.ops.fusedconv, name).default
+
+    def batched(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
+        input, *others = arguments
+        # A list of integers has a list of None.
+        if dims[0] is not None and not any(isinstance(dim, int) for dim in dims[1:]):
+            folded = input.movedim(dims[0], 0)
+            sizes = folded.shape[:2]
+            outputs = operator(folded.flatten(0, 1), *others)
+            # What is not saved is empty, and the same for every call.
+            return tuple(
+                output if output.dim() == 1 else output.unflatten(0, sizes) for output in outputs
+            ), tuple(None if output.dim() == 1 else 0 for output in outputs)
+        calls = [
+            operator(
+                *(
+                    argument.select(dim, index) if isinstance(dim, int) else argument
+                    for argument, dim in zip(arguments, dims, strict=True)
+                )
+            )
+            for index in range(info.batch_size)
+        ]
+        return tuple(torch.stack(outputs) for outputs in zip(*calls, strict=True)), (0,) * len(
+            calls[0]
+        )
+
+    torch.library.register_vmap(f"fusedconv::{name}", batched)

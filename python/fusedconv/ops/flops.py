@@ -1,0 +1,36 @@
+"""What torch.utils.flop_counter counts of the operators: the convolution's products.
+
+As torch counts its own: a multiplication and an addition are two, bias, activation and
+normalisation are none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+
+def _forward(input: list[int], weight: list[int], *arguments: Any, **keywords: Any) -> int:
+    return flop_counter.conv_flop_count(input, weight, [], transposed=True)
+
+
+def _backward(
+    grad: list[int], input: list[int], weight: list[int], *arguments: Any, **keywords: Any
+) -> int:
+    needs_input, needs_weight = arguments[-1][:2]
+    return _forward(input, weight) * (int(needs_input) + int(needs_weight))
+
+
+def _none(*arguments: Any, **keywords: Any) -> int:
+    return 0
+
+
+def register() -> None:
+    """Registers the formulas; the operators must be defined."""
+    operators = torch.ops.fusedconv
+    count = flop_counter.register_flop_formula
+    count(operators.conv_transpose_act_norm)(_forward)
+    count(operators.conv_transpose_act_norm_backward)(_backward)
+    count([operators.group_norm, operators.group_norm_backward])(_none)

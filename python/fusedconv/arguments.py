@@ -47,6 +47,8 @@ def _index(value: object) -> int | None:
 
 def integer(name: str, value: object, least: int | None = None, *, optional: bool = False) -> int:
     """``value`` as an int of at least ``least``; TypeError or ValueError where it is none."""
+    if type(value) is int and (least is None or value >= least):
+        return value
     result = _index(value)
     expected = f"an integer{_at_least(least)}" + (" or None" if optional else "")
     if result is None:
@@ -58,7 +60,10 @@ def integer(name: str, value: object, least: int | None = None, *, optional: boo
 
 def integers(name: str, value: object, axes: int, least: int | None = None) -> tuple[int, ...]:
     """``value``, one integer or a sequence of one or of ``axes``, as ``axes`` ints."""
-    if type(value) is tuple and len(value) == axes:
+    if type(value) is int:  # what calls mostly pass comes first
+        if least is None or value >= least:
+            return (value,) * axes
+    elif type(value) is tuple and len(value) == axes:
         for part in value:
             if type(part) is not int or (least is not None and part < least):
                 break

@@ -30,22 +30,27 @@ except AttributeError:  # private names may move; then every call goes through t
     _dispatch_modes = None  # type: ignore[assignment]
 
 
-def _goes_direct(input: Tensor, *others: Tensor | None) -> bool:
+def _goes_direct(input: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether no tracer, mode, transform, profiler or subclass wants to see the call, and every
     tensor's memory holds its values (a negative view's holds their opposites)."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
         return False
     if _dispatch_modes() or ops.is_transformed() or _tracing() is not None:
         return False
-    if profiler._is_profiler_enabled or input.device.type not in ("cpu", "cuda"):
+    if profiler._is_profiler_enabled or not (input.is_cuda or input.is_cpu):
         return False
-    if type(input) not in _PLAIN or input.is_neg():
-        return False
-    return all(other is None or (type(other) in _PLAIN and not other.is_neg()) for other in others)
+    for each in tensors:
+        if each is not None and (type(each) not in _PLAIN or each.is_neg()):
+            return False
+    return True
 
 
-def _any_requires_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
+    if torch.is_grad_enabled():
+        for each in tensors:
+            if each is not None and each.requires_grad:
+                return True
+    return False
 
 
 def _under_autocast(device: str) -> bool:
@@ -152,8 +157,9 @@ def conv_transpose_act_norm(
         precision,
         output_dtype,
     )
-    save = _any_requires_grad(input, weight, bias, norm_weight, norm_bias)
-    if _goes_direct(input, weight, bias, norm_weight, norm_bias):
+    tensors = (input, weight, bias, norm_weight, norm_bias)
+    save = _any_requires_grad(tensors)
+    if _goes_direct(input, tensors):
         plan = ops.conv_plan(input, weight, bias, *arguments, save)
         if precision is None and isinstance(plan, torch_reference.TorchPlan):
             # Plain torch, gradients included. An explicit precision must hold in the backward pass
@@ -243,8 +249,8 @@ def group_norm(
         and input.dtype in (torch.float16, torch.bfloat16)
     ):
         output_dtype = torch.float32
-    save = _any_requires_grad(input, weight, bias)
-    if _goes_direct(input, weight, bias):
+    save = _any_requires_grad(tensors)
+    if _goes_direct(input, tensors):
         plan = ops.group_norm_plan(
             input, num_groups, weight, bias, eps, name, order, output_dtype, save
         )

@@ -25,7 +25,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 try:
     _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _tracing = torch._C._get_tracing_state
 except AttributeError:  # private names may move; then every call goes through the dispatcher
     _dispatch_modes = None  # type: ignore[assignment]
 
@@ -35,7 +34,7 @@ def _goes_direct(input: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
     tensor's memory holds its values (a negative view's holds their opposites)."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
         return False
-    if _dispatch_modes() or ops.is_transformed() or _tracing() is not None:
+    if _dispatch_modes() or ops.is_transformed() or torch.jit.is_tracing():
         return False
     if profiler._is_profiler_enabled or not (input.is_cuda or input.is_cpu):
         return False
@@ -43,14 +42,6 @@ def _goes_direct(input: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
         if each is not None and (type(each) not in _PLAIN or each.is_neg()):
             return False
     return True
-
-
-def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    if torch.is_grad_enabled():
-        for each in tensors:
-            if each is not None and each.requires_grad:
-                return True
-    return False
 
 
 def _under_autocast(device: str) -> bool:
@@ -158,7 +149,7 @@ def conv_transpose_act_norm(
         output_dtype,
     )
     tensors = (input, weight, bias, norm_weight, norm_bias)
-    save = _any_requires_grad(tensors)
+    save = ops.any_requires_grad(tensors)
     if _goes_direct(input, tensors):
         plan = ops.conv_plan(input, weight, bias, *arguments, save)
         if precision is None and isinstance(plan, torch_reference.TorchPlan):
@@ -169,8 +160,13 @@ def conv_transpose_act_norm(
             ).output
         if not save:
             return run(plan, input, weight, bias, norm_weight, norm_bias).output
-    outputs = torch.ops.fusedconv.conv_transpose_act_norm(input, weight, bias, *arguments, save)
-    result: Tensor = outputs[0]
+    result: Tensor
+    if torch.jit.is_tracing():
+        result = torch.ops.fusedconv.conv_transpose_act_norm_traced(input, weight, bias, *arguments)
+    else:
+        result = torch.ops.fusedconv.conv_transpose_act_norm(input, weight, bias, *arguments, save)[
+            0
+        ]
     return result
 
 
@@ -249,7 +245,7 @@ def group_norm(
         and input.dtype in (torch.float16, torch.bfloat16)
     ):
         output_dtype = torch.float32
-    save = _any_requires_grad(tensors)
+    save = ops.any_requires_grad(tensors)
     if _goes_direct(input, tensors):
         plan = ops.group_norm_plan(
             input, num_groups, weight, bias, eps, name, order, output_dtype, save

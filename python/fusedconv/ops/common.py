@@ -71,6 +71,15 @@ def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, T
     )
 
 
+def any_requires_grad(arguments: Iterable[object]) -> bool:
+    """Whether autograd would follow a call with these arguments."""
+    if torch.is_grad_enabled():
+        for each in arguments:
+            if isinstance(each, Tensor) and each.requires_grad:
+                return True
+    return False
+
+
 # ---- differentiation -----------------------------------------------------------------------------
 
 try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from fusedconv.gradients import activation_gradient, norm_gradients
 from fusedconv.kernels import torch_reference
 from fusedconv.ops.common import (
+    any_requires_grad,
     composed,
     empty,
     gradients_by_composition,
@@ -345,6 +347,21 @@ def _conv_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
     for position, gradient, needed in zip(positions, gradients, needs, strict=True):
         result[position] = gradient if needed else None
     return tuple(result)
+
+
+# ---- what a trace holds --------------------------------------------------------------------------
+
+torch.library.define(f"{_CONV}_traced", f"({_CONV_ARGUMENTS}) -> Tensor")
+
+
+@torch.library.impl(f"{_CONV}_traced", "CompositeImplicitAutograd")
+def _conv_traced(*arguments: Any) -> Tensor:
+    """The operator's output. Whether a backward pass can follow is asked at each call: a trace that
+    held the answer as a constant would serve either training or inference."""
+    result: Tensor = torch.ops.fusedconv.conv_transpose_act_norm(
+        *arguments, any_requires_grad(arguments)
+    )[0]
+    return result
 
 
 register_gradients(_NAME, _conv_gradients, _conv_setup_context, _conv_composed)

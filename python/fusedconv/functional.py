@@ -23,6 +23,8 @@ from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+_is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
+
 try:
     _dispatch_modes = torch._C._len_torch_dispatch_stack
 except AttributeError:  # private names may move; then every call goes through the dispatcher
@@ -34,7 +36,7 @@ def _goes_direct(input: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
     tensor's memory holds its values (a negative view's holds their opposites)."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
         return False
-    if _dispatch_modes() or ops.is_transformed() or torch.jit.is_tracing():
+    if _dispatch_modes() or ops.is_transformed() or _is_tracing():
         return False
     if profiler._is_profiler_enabled or not (input.is_cuda or input.is_cpu):
         return False
@@ -161,7 +163,7 @@ def conv_transpose_act_norm(
         if not save:
             return run(plan, input, weight, bias, norm_weight, norm_bias).output
     result: Tensor
-    if torch.jit.is_tracing():
+    if _is_tracing():
         result = torch.ops.fusedconv.conv_transpose_act_norm_traced(input, weight, bias, *arguments)
     else:
         result = torch.ops.fusedconv.conv_transpose_act_norm(input, weight, bias, *arguments, save)[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 
 import pytest
@@ -19,8 +20,9 @@ from reference import (
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedconv import ConvTransposeActNorm2d, GroupNorm, functional
+from fusedconv import ConvTransposeActNorm2d, GroupNorm, explain, functional
 from fusedconv.models import SYSTEMS
+from fusedconv.ops import planning
 
 LAYOUTS = {"nchw": lambda x: x, "nhwc": channels_last, "strided": strided}
 CONV = torch.ops.fusedconv.conv_transpose_act_norm
@@ -506,6 +508,132 @@ def test_a_derivative_of_the_backward_operator_is_refused():
         grad.sum().backward()
 
 
+def test_only_the_output_is_differentiable():
+    arguments = conv_arguments(save=True, requires_grad=True)
+    output, *saved = CONV(*arguments)
+    assert output.requires_grad
+    assert [tensor.requires_grad for tensor in saved] == [False, False, False]
+    output, *saved = NORM(*norm_arguments(requires_grad=True))
+    assert output.requires_grad
+    assert [tensor.requires_grad for tensor in saved] == [False, False]
+
+
+@pytest.mark.parametrize("affine", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gradients_have_their_tensors_dtypes_before_autograd_casts_them(affine):
+    x = torch.randn(2, 4, 5, 6).bfloat16()
+    weight, bias = torch.randn(4).to(affine), torch.randn(4).to(affine)
+    output, mean, rstd = NORM(x, 2, weight, bias, 1e-5, "gelu", "norm_act", None)
+    grads = torch.ops.fusedconv.group_norm_backward(
+        torch.randn_like(output), x, mean, rstd, weight, bias, 2, "gelu", "norm_act", [True] * 3
+    )
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, affine, affine]
+
+
+@pytest.fixture
+def scopes(monkeypatch):
+    """The precisions for which torch_reference.precision_scope is entered."""
+    from fusedconv.kernels import torch_reference
+
+    entered = []
+    scope = torch_reference.precision_scope
+
+    def recorded(precision):
+        entered.append(precision)
+        return scope(precision)
+
+    monkeypatch.setattr(torch_reference, "precision_scope", recorded)
+    return entered
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_an_explicit_precision_holds_in_both_passes(scopes, precision, force):
+    force("torch")
+    x, weight = torch.randn(1, 4, 5, 5), torch.randn(4, 6, 3, 3, requires_grad=True)
+    result = functional.conv_transpose_act_norm(x, weight, num_groups=2, precision=precision)
+    assert scopes == [precision]
+    result.sum().backward()
+    assert scopes == [precision, precision]
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_a_precision_scope_switches_and_restores(precision, outer, monkeypatch):
+    from fusedconv.kernels.torch_reference import precision_scope
+    from fusedconv.problem import conv_fp32_precision
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", outer)
+    before = conv_fp32_precision()
+    assert before == ("tf32" if outer else "fp32")
+    with precision_scope(precision):
+        assert conv_fp32_precision() == precision
+        with precision_scope("fp16"):
+            assert conv_fp32_precision() == precision
+    assert conv_fp32_precision() == before
+    with pytest.raises(ZeroDivisionError), precision_scope(precision):
+        raise ZeroDivisionError
+    assert conv_fp32_precision() == before
+
+
+def test_other_weight_strides_are_another_problem():
+    seen = []
+    x, weight = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3)
+    for other in (weight, weight.to(memory_format=torch.channels_last), weight):
+        functional.conv_transpose_act_norm(x, other, num_groups=2)
+        (explanation,) = explain(
+            functional.conv_transpose_act_norm, x, other, num_groups=2, file=io.StringIO()
+        )
+        seen.append(explanation.problem.conv.weight_strides)
+    assert seen == [(54, 9, 3, 1), (54, 1, 18, 6), (54, 9, 3, 1)]
+
+
+@pytest.mark.parametrize("tensor", ["input", "weight", "bias", "norm_weight", "norm_bias"])
+def test_a_cached_plan_is_of_the_same_strides(tensor, monkeypatch):
+    """Each tensor's strides are in the key of the cache."""
+    tensors = {
+        "input": torch.randn(2, 4, 5, 6),
+        "weight": torch.randn(4, 6, 3, 2),
+        "bias": torch.randn(6),
+        "norm_weight": torch.randn(6),
+        "norm_bias": torch.randn(6),
+    }
+    selected = []
+    plan_for = planning.plan_for
+
+    def counted(problem, key=None):
+        selected.append(problem)
+        return plan_for(problem, key)
+
+    monkeypatch.setattr(planning, "plan_for", counted)
+    expected = functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    assert len(selected) == 1
+    tensors[tensor] = strided(tensors[tensor])
+    actual = functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    torch.testing.assert_close(actual, expected)
+    assert len(selected) == 2
+
+
+def test_a_cached_plan_is_of_the_same_alignment(monkeypatch):
+    selected = []
+    plan_for = planning.plan_for
+
+    def counted(problem, key=None):
+        selected.append(problem)
+        return plan_for(problem, key)
+
+    monkeypatch.setattr(planning, "plan_for", counted)
+    x = torch.randn(2, 4, 5, 6)
+    weight = torch.randn(4, 6, 3, 2)
+    for call in (
+        lambda x: functional.group_norm(x, 2),
+        lambda x: functional.conv_transpose_act_norm(x, weight, num_groups=2),
+    ):
+        selected.clear()
+        for place in (lambda x: x, misaligned, lambda x: x, misaligned):
+            call(place(x))
+        assert [problem.aligned for problem in selected] == [True, False]
+
+
 # ---- compilation ---------------------------------------------------------------------------------
 
 
@@ -645,6 +773,18 @@ def test_functional_gradients_are_autograds_or_an_error():
 
 def test_subclasses_and_modes_see_the_operator():
     seen = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Functions():
+        functional.group_norm(torch.randn(2, 4, 5, 5), 2)
+        functional.conv_transpose_act_norm(torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3))
+    assert functional.group_norm in seen
+    assert functional.conv_transpose_act_norm in seen
+    seen.clear()
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -29,10 +29,11 @@ def _at_least(least: int | None) -> str:
     return {0: " of at least 0", 1: " of at least 1"}.get(least, f" of at least {least}")
 
 
+_INT64 = 2**63  # torch's integers end before it
+
+
 def _index(value: object) -> int | None:
-    """The value as an int, None where it is none. A symbolic integer stays symbolic."""
-    if type(value) is int:
-        return value
+    """The value as an int of 64 bits, None where it is none. A symbolic integer stays symbolic."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
@@ -40,14 +41,15 @@ def _index(value: object) -> int | None:
     if type(value).__name__ in ("bool_", "bool"):  # numpy's, whose __index__ is deprecated
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        index = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         return None
+    return index if -_INT64 <= index < _INT64 else None
 
 
 def integer(name: str, value: object, least: int | None = None, *, optional: bool = False) -> int:
     """``value`` as an int of at least ``least``; TypeError or ValueError where it is none."""
-    if type(value) is int and (least is None or value >= least):
+    if type(value) is int and (-_INT64 if least is None else least) <= value < _INT64:
         return value
     result = _index(value)
     expected = f"an integer{_at_least(least)}" + (" or None" if optional else "")
@@ -60,12 +62,13 @@ def integer(name: str, value: object, least: int | None = None, *, optional: boo
 
 def integers(name: str, value: object, axes: int, least: int | None = None) -> tuple[int, ...]:
     """``value``, one integer or a sequence of one or of ``axes``, as ``axes`` ints."""
+    lowest = -_INT64 if least is None else least
     if type(value) is int:  # what calls mostly pass comes first
-        if least is None or value >= least:
+        if lowest <= value < _INT64:
             return (value,) * axes
     elif type(value) is tuple and len(value) == axes:
         for part in value:
-            if type(part) is not int or (least is not None and part < least):
+            if type(part) is not int or not lowest <= part < _INT64:
                 break
         else:
             return value
@@ -83,7 +86,7 @@ def integers(name: str, value: object, axes: int, least: int | None = None) -> t
             parts *= axes
     else:
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
-    if len(parts) != axes or (least is not None and any(part < least for part in parts)):
+    if len(parts) != axes or any(part < lowest for part in parts):
         raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
     return tuple(parts)
 

@@ -5,6 +5,8 @@ Every shape may hold symbolic integers, so that fake implementations check what 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -166,5 +168,11 @@ def conv_geometry(
         raise ValueError(
             f"input: got spatial extents {spatial}, which give an output of {output}; expected at "
             "least 1 each"
+        )
+    elements = input.shape[0] * geometry.out_channels * math.prod(output)
+    if type(elements) is int and elements >= 2**60:
+        raise ValueError(
+            f"stride, dilation, padding: got {stride}, {dilation}, {padding}, which give an output "
+            f"of {elements} elements; expected fewer than 2**60"
         )
     return geometry

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedconv
-from fusedconv.benchmark import Clock, header, measured_rates, memory_format
+from fusedconv.benchmark import Clock, device_facts, header, measured_rates, memory_format
 from fusedconv.plan import clear_cache
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -170,8 +170,7 @@ def main() -> None:
         ]
         mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
         print(f"over {peer}: geometric mean {mean:.2f}x, least {min(ratios):.2f}x")
-    head = header(device, arguments.commit, rates)
-    head["method"] = (__doc__ or "").strip()
+    head = header(device_facts(device, 0), arguments.commit, rates, __doc__)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps({"header": head, "records": records}, indent=1))
 

@@ -1,6 +1,8 @@
 """The benchmark from a checkout: the same as ``fusedconv bench``."""
 
-from fusedconv.cli import bench
+import sys
+
+from fusedconv.cli import main
 
 if __name__ == "__main__":
-    bench()
+    main(["bench", *sys.argv[1:]])

@@ -424,8 +424,9 @@ def test_kernels_of_ours_are_not_logged(random, caplog):
 PACKAGE = Path(__file__).parents[1] / "python" / "fusedconv"
 #: From the top; a module may import from its own line and from those below.
 LAYERS = (
+    {"__main__"},
     {"cli"},
-    {"benchmark", "testing"},
+    {"benchmark", "testing", "hypothetical"},
     {""},  # fusedconv/__init__.py
     {"models"},
     {"modules"},

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import fusedconv
-from fusedconv import benchmark
+from fusedconv import benchmark, hypothetical
+from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.models import SYSTEMS
 from fusedconv.plan import explain_problem
-from fusedconv.problem import (
-    ACTIVATIONS,
-    ORDERS,
-    ConvTransposeGeometry,
-    NormGeometry,
-    Order,
-    Precision,
-    Problem,
-)
-from fusedconv.registry import registry
+from fusedconv.problem import ACTIVATIONS, ORDERS
+from fusedconv.registry import FORCE_VARIABLE, Kernel, forced_kernels, registry
 from fusedconv.testing import sample_error
-
-_MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132}
 
 
 def _console() -> Console:
     return Console(width=None if Console().is_terminal else 140)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def _one_line(error: Exception) -> str:
+    """A message, its further lines joined to the first one."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join((lines[0], "; ".join(dict.fromkeys(lines[1:])))).strip() if lines else ""
+
+
+class _Commands(click.Group):
+    """What the machine or its settings refuse ends in a line, not in a traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (NoKernelError, PluginError, KernelError, benchmark.ContenderError) as error:
+            raise click.ClickException(_one_line(error)) from error
+
+
+def _check_forced(kernels: list[Kernel]) -> None:
+    """NoKernelError where FUSEDCONV_KERNEL names what is not there."""
+    names = [name.strip() for name in (forced_kernels() or "").split(",") if name.strip()]
+    known = {kernel.name for kernel in kernels} | {kernel.provider for kernel in kernels}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise NoKernelError(
+            f"{FORCE_VARIABLE}: no kernel or provider is called {', '.join(unknown)} (see "
+            "`fusedconv list`)"
+        )
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fusedconv.__version__)
 def main() -> None:
     """Transposed convolution, activation and GroupNorm in fused kernels, for PyTorch."""
@@ -69,115 +93,176 @@ def info() -> None:
             )
     else:
         table.add_row("CUDA devices", "none")
-    providers: dict[str, int] = {}
-    for kernel in registry().kernels():
-        providers[kernel.provider] = providers.get(kernel.provider, 0) + 1
-    table.add_row("kernels", ", ".join(f"{name}: {count}" for name, count in providers.items()))
-    _console().print(table)
+    if forced_kernels() is not None:
+        table.add_row(FORCE_VARIABLE, os.environ[FORCE_VARIABLE])
+    try:
+        kernels = registry().kernels()
+        providers: dict[str, int] = {}
+        for kernel in kernels:
+            providers[kernel.provider] = providers.get(kernel.provider, 0) + 1
+        table.add_row("kernels", ", ".join(f"{name}: {count}" for name, count in providers.items()))
+    except PluginError:
+        table.add_row("kernels", "none: a plugin fails")
+        raise
+    finally:
+        _console().print(table)
+    _check_forced(kernels)
 
 
 @main.command("list")
 def list_kernels() -> None:
     """Every registered kernel, plugins' included."""
     table = Table("provider", "kernel", "module")
-    for kernel in registry().kernels():
+    kernels = registry().kernels()
+    for kernel in kernels:
         table.add_row(kernel.provider, kernel.name, type(kernel).__module__)
     _console().print(table)
+    _check_forced(kernels)
 
 
-def _extents(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+def _integers(
+    context: click.Context, parameter: click.Parameter, value: str, least: int
+) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in value.split(",") if part)
+        result = tuple(int(part) for part in value.split(",") if value.strip())
     except ValueError:
-        raise click.BadParameter(f"got {value!r}, expected integers between commas") from None
+        result = None
+    if result is None or any(not least <= part <= _LARGEST for part in result):
+        raise click.BadParameter(
+            f"got {value!r}, expected integers from {least} to {_LARGEST} between commas"
+        )
+    return result
+
+
+def _axes(name: str, least: int, default: str) -> Callable[[Any], Any]:
+    """An option of integers between commas, of at least ``least`` each."""
+    return click.option(
+        name,
+        default=default,
+        show_default=True,
+        metavar="INTEGERS",
+        callback=functools.partial(_integers, least=least),
+    )
+
+
+def _architecture(context: click.Context, parameter: click.Parameter, value: int) -> int:
+    known = hypothetical.MULTIPROCESSORS
+    if value not in known:
+        raise click.BadParameter(f"got {value}, expected one of {', '.join(map(str, known))}")
+    return value
+
+
+#: What extents and channels are counted to.
+_LARGEST = 2**31 - 1
+
+#: The options behind the arguments that messages name.
+_OPTIONS = {
+    "input": "spatial",
+    "weight": "kernel-size",
+    "channels": "in-channels",
+}
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Errors of arguments as errors of the options that gave them."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        name, _, message = str(error).partition(": ")
+        option = _OPTIONS.get(name, name.replace("_", "-"))
+        raise click.BadParameter(message, param_hint=f"'--{option}'") from error
+
+
+def _system_sizes(name: str) -> dict[str, Any]:
+    """A system's problem, as options of ``explain``."""
+    system = SYSTEMS[name]
+    with torch.device("meta"):
+        model: Any = system.original(*system.init_arguments)
+    batch, channels, *spatial = system.input_shape
+    sizes = {"batch": batch, "in_channels": channels, "spatial": tuple(spatial)}
+    if name == "system3":
+        return sizes | dict(out_channels=0, num_groups=model.gn.num_groups, activation="identity")
+    conv = model.conv_transpose
+    return sizes | dict(
+        out_channels=conv.out_channels,
+        kernel_size=conv.kernel_size,
+        stride=conv.stride,
+        bias=conv.bias is not None,
+        num_groups=model.group_norm.num_groups,
+        activation={"system1": "gelu", "system2": "relu"}[name],
+    )
+
+
+_COUNT = click.IntRange(0, _LARGEST)
+_SOME = click.IntRange(1, _LARGEST)
 
 
 @main.command()
-@click.option("--system", type=click.Choice(list(SYSTEMS)), help="Take sizes from a system.")
+@click.option("--system", type=click.Choice(list(SYSTEMS)), help="Sizes not given are its own.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--arch", default=90, show_default=True, help="Compute capability times ten.")
-@click.option("--precision", type=click.Choice(benchmark.PRECISIONS), default="tf32")
+@click.option(
+    "--arch",
+    default=90,
+    show_default=True,
+    callback=_architecture,
+    help="Compute capability times ten.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(benchmark.PRECISIONS),
+    help="[default: tf32, on a processor fp32]",
+)
 @click.option("--layout", type=click.Choice(benchmark.LAYOUTS), default="nchw", show_default=True)
-@click.option("--batch", default=16, show_default=True)
-@click.option("--in-channels", default=64, show_default=True)
-@click.option("--out-channels", default=64, help="0 for GroupNorm alone.", show_default=True)
-@click.option("--spatial", default="64,64", callback=_extents, show_default=True)
-@click.option("--kernel-size", default=3, show_default=True)
-@click.option("--stride", default=1, show_default=True)
-@click.option("--padding", default=0, show_default=True)
-@click.option("--groups", default=1, show_default=True, help="Of the convolution.")
-@click.option("--num-groups", default=8, show_default=True, help="0 for no GroupNorm.")
+@click.option("--batch", type=_COUNT, default=16, show_default=True)
+@click.option("--in-channels", type=_SOME, default=64, show_default=True)
+@click.option(
+    "--out-channels", type=_COUNT, default=64, help="0 for GroupNorm alone.", show_default=True
+)
+@_axes("--spatial", 1, "64,64")
+@_axes("--kernel-size", 1, "3")
+@_axes("--stride", 1, "1")
+@_axes("--padding", 0, "0")
+@_axes("--output-padding", 0, "0")
+@_axes("--dilation", 1, "1")
+@click.option("--groups", type=_SOME, default=1, show_default=True, help="Of the convolution.")
+@click.option("--bias/--no-bias", default=True, show_default=True, help="Of the convolution.")
+@click.option("--num-groups", type=_COUNT, default=8, show_default=True, help="0 for no GroupNorm.")
 @click.option("--activation", type=click.Choice(ACTIVATIONS), default="gelu", show_default=True)
 @click.option("--order", type=click.Choice(ORDERS), default="act_norm", show_default=True)
-def explain(
-    system: str | None,
-    device: str,
-    arch: int,
-    precision: Precision,
-    layout: str,
-    batch: int,
-    in_channels: int,
-    out_channels: int,
-    spatial: tuple[int, ...],
-    kernel_size: int,
-    stride: int,
-    padding: int,
-    groups: int,
-    num_groups: int,
-    activation: str,
-    order: Order,
-) -> None:
-    """Which kernel would serve a problem, and why no other. Needs no GPU."""
-    bias = True
+@click.pass_context
+def explain(context: click.Context, /, system: str | None, **options: Any) -> None:
+    """Which kernel would serve a problem, and why no other. Needs no GPU.
+
+    Options with a value for each axis take one for all axes too.
+    """
     if system is not None:
-        chosen = SYSTEMS[system]
-        batch, in_channels, *rest = chosen.input_shape
-        spatial = tuple(rest)
-        if system == "system3":
-            out_channels, num_groups, activation = 0, chosen.init_arguments[1], "identity"
-        elif system == "system2":
-            _, out_channels, kernel_size, num_groups, bias = chosen.init_arguments
-            activation = "relu"
-        else:
-            _, out_channels, kernel_size, stride, _, num_groups = chosen.init_arguments
-    axes = len(spatial)
-    dtype = benchmark.DTYPES[precision]
-    conv = None
-    if out_channels:
-        strides = [1]
-        for extent in (*(kernel_size,) * axes, out_channels // groups)[: axes + 1]:
-            strides.insert(0, strides[0] * extent)
-        conv = ConvTransposeGeometry(
-            in_channels,
-            out_channels,
-            (kernel_size,) * axes,
-            (stride,) * axes,
-            (padding,) * axes,
-            (0,) * axes,
-            (1,) * axes,
-            groups,
-            bias,
-            tuple(strides),
+        given = click.core.ParameterSource.COMMANDLINE
+        for name, value in _system_sizes(system).items():
+            if context.get_parameter_source(name) != given:
+                options[name] = value
+    convolves = options["out_channels"] > 0
+    if not convolves and not options["num_groups"]:
+        raise click.BadParameter(
+            "got 0, expected at least 1 where --out-channels is 0", param_hint="'--num-groups'"
         )
-    cuda = device == "cuda"
-    problem = Problem(
-        device=device,
-        device_index=0,
-        architecture=arch if cuda else 0,
-        multiprocessors=_MULTIPROCESSORS.get(arch, 132) if cuda else 0,
-        dtype=dtype,
-        output_dtype=dtype,
-        precision=precision if cuda or dtype != torch.float32 else "fp32",
-        layout="nhwc" if layout == "nhwc" else "nchw",
-        aligned=True,
-        batch=batch,
-        channels=in_channels,
-        spatial=spatial,
-        activation=activation,
-        order=order,
-        conv=conv,
-        norm=NormGeometry(num_groups, 1e-5, True, True, dtype) if num_groups else None,
-    )
+    if convolves and len(options["spatial"]) not in (1, 2, 3):
+        raise click.BadParameter(
+            f"got {len(options['spatial'])} axes, expected one, two or three for a convolution",
+            param_hint="'--spatial'",
+        )
+    device = options["device"]
+    precision = options.pop("precision") or ("tf32" if device == "cuda" else "fp32")
+    with _naming_options():
+        problem = hypothetical.problem(
+            architecture=options.pop("arch"),
+            dtype=benchmark.DTYPES[precision],
+            precision=precision,
+            channels=options.pop("in_channels"),
+            out_channels=options.pop("out_channels") or None,
+            num_groups=options.pop("num_groups") or None,
+            **options,
+        )
     click.echo(str(explain_problem(problem)))
 
 
@@ -231,7 +316,7 @@ def demo(quick: bool) -> None:
             eager_times, _ = clock.measure(
                 [lambda original=original, x=x: original(x)]  # type: ignore[misc]
             )
-        kernel = benchmark._kernel_name("fusedconv", model, x)
+        kernel = benchmark.kernel_name(model, x)
         ours, eager = sorted(times)[len(times) // 2], sorted(eager_times)[len(eager_times) // 2]
         table.add_row(
             system.title,
@@ -255,58 +340,137 @@ def _choices(values: tuple[str, ...]) -> dict[str, Any]:
     return {"type": click.Choice(values), "multiple": True, "default": values}
 
 
+def _cell_name(cell: benchmark.Cell, contender: str) -> str:
+    return f"{cell.workload} {cell.pass_} {cell.precision} {cell.layout} {contender}"
+
+
+def _summary(record: dict[str, Any]) -> str:
+    name = _cell_name(benchmark.Cell.of(record), record["contender"])
+    if record["median_ms"] is None:
+        return f"{name}: {record['error']}"
+    floor = record["floor_ms"]
+    share = f", {floor / record['median_ms']:.0%} of the floor" if floor else ""
+    return (
+        f"{name}: {record['median_ms']:.4f} ms ({record['p10_ms']:.4f} to "
+        f"{record['p90_ms']:.4f}){share}, error {record['error_fp64']:.2e}, {record['kernel']}"
+    )
+
+
+class _Lines(benchmark.Observer):
+    """A line for each record."""
+
+    def measured(self, record: dict[str, Any], share: float) -> None:
+        click.echo(_summary(record))
+
+
+class _Bar(benchmark.Observer):
+    """The same lines above a bar with the cell, the count and the remaining time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task("rates", total=1.0, done=0, count=0)
+
+    def planned(self, count: int) -> None:
+        self.progress.update(self.task, count=count)
+
+    def began(self, cell: benchmark.Cell, contender: str) -> None:
+        self.progress.update(self.task, description=_cell_name(cell, contender))
+
+    def measured(self, record: dict[str, Any], share: float) -> None:
+        self.progress.console.print(_summary(record), markup=False, highlight=False)
+        done = self.progress.tasks[self.task].fields["done"] + 1
+        self.progress.update(self.task, completed=share, done=done)
+
+
+@contextmanager
+def _observer(console: Console) -> Iterator[benchmark.Observer]:
+    """A bar on a terminal, lines anywhere else."""
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[done]}/{task.fields[count]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # Cells differ: the speed of the last minutes says more than that of the last seconds.
+    with Progress(*columns, console=console, speed_estimate_period=600) as progress:
+        yield _Bar(progress)
+
+
+def _writable(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    if value is not None:
+        try:
+            benchmark.check_writable(value)
+        except OSError as error:
+            raise click.BadParameter(
+                f"got {str(value)!r}, expected a file that can be written: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise click.BadParameter(str(error).removeprefix("output: ")) from error
+    return value
+
+
+def _ordinals(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ordinals = _integers(context, parameter, value, 0)
+    count = torch.cuda.device_count()
+    if not ordinals or len(set(ordinals)) != len(ordinals) or max(ordinals) >= count:
+        raise click.BadParameter(
+            f"got {value!r}, expected different ordinals below {count}, the number of CUDA devices"
+        )
+    return ordinals
+
+
 @main.command()
 @click.option("--workload", "workloads", **_choices(tuple(SYSTEMS)))
 @click.option("--precision", "precisions", **_choices(benchmark.PRECISIONS))
 @click.option("--layout", "layouts", **_choices(benchmark.LAYOUTS))
 @click.option("--pass", "passes", **_choices(benchmark.PASSES))
-@click.option("--contender", "contenders", **_choices(benchmark.CONTENDERS))
-@click.option("--seconds", default=0.5, show_default=True, help="Of timing per contender.")
-@click.option("--least", default=10, show_default=True, help="Repetitions at least.")
+@click.option("--contender", "contenders", **_choices(tuple(benchmark.CONTENDERS)))
+@click.option(
+    "--devices",
+    metavar="INTEGERS",
+    callback=_ordinals,
+    help="CUDA ordinals between commas, to measure on at the same time; the first by default.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 3600),
+    default=0.5,
+    show_default=True,
+    help="Of timing per record.",
+)
+@click.option(
+    "--least",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Repetitions at least.",
+)
 @click.option("--small", is_flag=True, help="Sizes for a processor.")
 @click.option("--commit", help="What the header says; git's HEAD by default.")
-@click.option("--output", type=click.Path(path_type=Path), help="JSON to write or to add to.")
-def bench(
-    workloads: tuple[str, ...],
-    precisions: tuple[str, ...],
-    layouts: tuple[str, ...],
-    passes: tuple[str, ...],
-    contenders: tuple[str, ...],
-    seconds: float,
-    least: int,
-    small: bool,
-    commit: str | None,
-    output: Path | None,
-) -> None:
-    """Times the systems next to eager, torch.compile and a pure rewrite, in one process."""
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="JSON to write or to add to.",
+)
+def bench(small: bool, **options: Any) -> None:
+    """Times the systems next to eager, torch.compile and a pure rewrite.
 
-    def report(record: dict[str, Any]) -> None:
-        cell = " ".join(
-            str(record[field]) for field in ("workload", "pass", "precision", "layout", "contender")
-        )
-        if record["median_ms"] is None:
-            click.echo(f"{cell}: {record['error']}")
-            return
-        floor = record["floor_ms"]
-        share = f", {floor / record['median_ms']:.0%} of the floor" if floor else ""
-        click.echo(
-            f"{cell}: {record['median_ms']:.4f} ms ({record['p10_ms']:.4f} to "
-            f"{record['p90_ms']:.4f}){share}, error {record['error_fp64']:.2e}, {record['kernel']}"
-        )
-
-    benchmark.run(
-        output,
-        workloads=workloads,
-        precisions=precisions,
-        layouts=layouts,
-        passes=passes,
-        contenders=contenders,
-        seconds=seconds,
-        least=least,
-        small=small or not torch.cuda.is_available(),
-        commit=commit,
-        report=report,
-    )
+    Each contender runs in processes of its own.
+    """
+    _check_forced(registry().kernels())
+    with _observer(_console()) as observer:
+        benchmark.run(small=small or not torch.cuda.is_available(), observer=observer, **options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""The cells of the benchmark: a workload, a pass, a precision and a layout each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fusedconv.models import SYSTEMS
+
+DTYPES = {
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+PRECISIONS = tuple(DTYPES)
+LAYOUTS = ("nchw", "nhwc")
+PASSES = ("forward", "forward_backward")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one record is about, apart from the contender."""
+
+    workload: str
+    precision: str
+    layout: str
+    pass_: str
+
+    @property
+    def convolves(self) -> bool:
+        return self.workload != "system3"
+
+    def fields(self) -> dict[str, str]:
+        """As a record names it."""
+        return {
+            "workload": self.workload,
+            "pass": self.pass_,
+            "dtype": str(DTYPES[self.precision]).removeprefix("torch."),
+            "precision": self.precision,
+            "layout": self.layout,
+        }
+
+    @classmethod
+    def of(cls, fields: dict[str, str]) -> Cell:
+        """The cell that ``fields`` name."""
+        return cls(fields["workload"], fields["precision"], fields["layout"], fields["pass"])
+
+
+def cells(
+    workloads: Iterable[str] = tuple(SYSTEMS),
+    precisions: Iterable[str] = PRECISIONS,
+    layouts: Iterable[str] = LAYOUTS,
+    passes: Iterable[str] = PASSES,
+) -> list[Cell]:
+    """All combinations; without a convolution, TF32 is the same as fp32 and left out."""
+    precisions, layouts, passes = tuple(precisions), tuple(layouts), tuple(passes)
+    every = [
+        Cell(workload, precision, layout, pass_)
+        for workload in workloads
+        for precision in precisions
+        for layout in layouts
+        for pass_ in passes
+    ]
+    return [cell for cell in every if cell.convolves or cell.precision != "tf32"]
+
+
+def memory_format(axes: int, layout: str) -> torch.memory_format:
+    if layout == "nchw":
+        return torch.contiguous_format
+    return torch.channels_last if axes == 4 else torch.channels_last_3d

@@ -1,0 +1,85 @@
+"""One process of the benchmark: ``python -m fusedconv.benchmark.child``.
+
+A job comes as one line of JSON on standard input; what is found goes out as lines of JSON on
+standard output. The job ``{"measure": "rates"}`` asks for the device's rates; any other runs one
+contender through its cells.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedconv.benchmark.cells import Cell
+from fusedconv.benchmark.contenders import CONTENDERS, Contender
+from fusedconv.benchmark.measuring import conv_flops, device_facts, failed, measure, prepare
+from fusedconv.benchmark.timing import Clock, floor_ms, measured_rates
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+def _measured(
+    contender: Contender, cell: Cell, job: dict[str, Any], device: torch.device, clock: Clock
+) -> dict[str, Any]:
+    setup = prepare(cell, device, job["small"])
+    floor = floor_ms(
+        conv_flops(setup.original, setup.shape),
+        setup.input_bytes,
+        setup.output_bytes,
+        cell.precision,
+        cell.pass_,
+        job["rates"],
+    )
+    return {
+        "shape": list(setup.shape),
+        "floor_ms": floor,
+        **measure(setup, contender, clock),
+    }
+
+
+def serve(job: dict[str, Any], emit: Emit) -> None:
+    """Does a job. A failure of ours ends it with a "failed" line, one of a peer is its record."""
+    device = torch.device(job["device"])
+    facts = device_facts(device, job["index"])
+    if job.get("measure") == "rates":
+        emit({"device": facts, "rates": measured_rates(device)})
+        return
+    contender = CONTENDERS[job["contender"]]
+    clock = Clock(device, job["seconds"], job["least"])
+    for number, fields in enumerate(job["cells"]):
+        emit({"began": number})
+        record = {**fields, "contender": contender.name, "device": facts}
+        try:
+            record.update(_measured(contender, Cell.of(fields), job, device, clock))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if contender.ours:
+                emit({"failed": text, "traceback": traceback.format_exc()})
+                return
+            record.update(failed(text))
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        emit({"record": record})
+
+
+def main() -> None:
+    # Whatever prints in this process prints to standard error.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def emit(line: dict[str, Any]) -> None:
+        channel.write(json.dumps(line) + "\n")
+        channel.flush()
+
+    serve(json.loads(sys.stdin.readline()), emit)
+
+
+if __name__ == "__main__":
+    main()

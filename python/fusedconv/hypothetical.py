@@ -1,0 +1,115 @@
+"""Problems of calls that nobody makes, on a device that need not be there.
+
+They pass the checks of a real call, on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedconv import ops
+from fusedconv.arguments import choice, integers
+from fusedconv.problem import ACTIVATIONS, ORDERS, Problem, layout_of, resolve_precision
+
+#: Multiprocessors of a well-known device by compute capability times ten: V100, T4, A100, RTX 3090,
+#: RTX 4090, H200, B200, RTX 5090.
+MULTIPROCESSORS = {70: 80, 75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
+
+
+def _empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, OverflowError):
+        raise ValueError(
+            f"{name}: got shape {tuple(shape)}, expected a size that torch counts"
+        ) from None
+
+
+def problem(
+    *,
+    device: str,
+    architecture: int,
+    dtype: torch.dtype,
+    precision: str | None,
+    layout: str,
+    batch: int,
+    channels: int,
+    spatial: Sequence[int],
+    out_channels: int | None,
+    kernel_size: int | Sequence[int] = 3,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    bias: bool = True,
+    num_groups: int | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+    order: str = "act_norm",
+) -> Problem:
+    """The problem of ``fusedconv.functional``'s call with these arguments and dense tensors.
+
+    ``device`` is "cuda" or "cpu", ``architecture`` a key of MULTIPROCESSORS, ``layout`` "nchw" or
+    "nhwc". ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
+    which has weight and bias of the input's dtype.
+
+    Raises ValueError or TypeError as the call does: ``name: got ..., expected ...``.
+    """
+    shape = (batch, channels, *spatial)
+    if layout == "nhwc" and spatial:
+        axes = len(shape)
+        input = _empty("input", (batch, *spatial, channels), dtype)
+        input = input.permute(0, axes - 1, *range(1, axes - 1))
+    else:
+        input = _empty("input", shape, dtype)
+    conv = None
+    if out_channels is not None:
+        if groups < 1 or out_channels % groups:
+            raise ValueError(
+                f"groups: got {groups}, expected a positive divisor of {out_channels} output "
+                "channels"
+            )
+        axes = len(spatial)
+        kernel = integers("kernel_size", kernel_size, axes, 1)
+        conv = ops._conv_geometry(
+            input,
+            _empty("weight", (channels, out_channels // groups, *kernel), dtype),
+            _empty("bias", (out_channels,), dtype) if bias else None,
+            integers("stride", stride, axes, 1),
+            integers("padding", padding, axes, 0),
+            integers("output_padding", output_padding, axes, 0),
+            integers("dilation", dilation, axes, 1),
+            groups,
+        )
+    norm = None
+    if num_groups is not None:
+        features = channels if out_channels is None else out_channels
+        affine = _empty("weight", (features,), dtype)
+        norm = ops._norm_geometry(
+            input, features, num_groups, affine, affine, eps, ("weight", "bias")
+        )
+    choice("activation", activation, ACTIVATIONS)
+    choice("order", order, ORDERS)
+    cuda = device == "cuda"
+    return Problem(
+        device=device,
+        device_index=0,
+        architecture=architecture if cuda else 0,
+        multiprocessors=MULTIPROCESSORS[architecture] if cuda else 0,
+        dtype=dtype,
+        output_dtype=dtype,
+        precision=resolve_precision(dtype, device, precision),
+        layout=layout_of(shape, input.stride()),
+        aligned=True,
+        batch=batch,
+        channels=channels,
+        spatial=tuple(spatial),
+        activation=activation,
+        order="act_norm" if order == "act_norm" else "norm_act",
+        conv=conv,
+        norm=norm,
+    )

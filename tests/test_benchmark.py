@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fusedconv import benchmark
+from fusedconv.benchmark import child, contenders, running
+from fusedconv.benchmark.cells import Cell, cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
 
@@ -36,44 +41,206 @@ def test_rewrite_is_the_same_function(name):
     assert relative_error(rewrite(x), original(x)) < 1e-13
 
 
+SMALL = dict(
+    workloads=["system1"],
+    precisions=["fp32"],
+    layouts=["nchw"],
+    device=torch.device("cpu"),
+    seconds=0.0,
+    least=2,
+    small=True,
+)
+
+
+class Events(benchmark.Observer):
+    def __init__(self) -> None:
+        self.count, self.names, self.shares = 0, [], []
+
+    def planned(self, count):
+        self.count = count
+
+    def began(self, cell, contender):
+        self.names.append((contender, cell.pass_))
+
+    def measured(self, record, share):
+        self.shares.append(share)
+
+
 def test_records_have_every_field_and_weights_may_change():
-    records = benchmark.run(
-        None,
-        workloads=["system1"],
-        precisions=["fp32"],
-        layouts=["nchw"],
-        contenders=["fusedconv", "eager", "rewrite"],
-        device=torch.device("cpu"),
-        seconds=0.01,
-        least=2,
-        small=True,
-    )
-    assert len(records) == 6
+    events = Events()
+    records = benchmark.run(None, contenders=["fusedconv", "rewrite"], observer=events, **SMALL)
+    assert [(r["contender"], r["pass"]) for r in records] == events.names
+    assert events.count == len(records) == len(events.shares) == 4
+    assert events.shares == sorted(events.shares)
+    assert events.shares[-1] == pytest.approx(1.0)
     for record in records:
         assert record.keys() >= FIELDS
         assert record["p10_ms"] <= record["median_ms"] <= record["p90_ms"]
         assert record["error_fp64"] < 1e-6
         assert record["error_fp64_after"] < 1e-6
+        assert record["reps"] == 2
 
 
-def test_a_failing_peer_is_recorded_and_ours_is_raised(monkeypatch):
+def served(**changes) -> list[dict]:
+    """What a child answers to a small job, computed in this process."""
+    job = {
+        **dict(device="cpu", index=None, seconds=0.0, least=1, small=True, rates={}),
+        "contender": "eager",
+        "cells": [cell.fields() for cell in cells(["system1"], ["fp32"], ["nchw"], ["forward"])],
+        **changes,
+    }
+    lines: list[dict] = []
+    child.serve(json.loads(json.dumps(job)), lines.append)
+    return json.loads(json.dumps(lines))
+
+
+def test_a_failing_peer_is_recorded_and_ours_ends_the_job(monkeypatch):
     def fail(contender, system, original):
-        raise RuntimeError(f"{contender} broke")
+        raise RuntimeError(f"{contender.name} broke")
 
-    monkeypatch.setattr(benchmark, "_build", fail)
-    arguments = dict(
-        workloads=["system3"],
-        precisions=["fp32"],
-        layouts=["nchw"],
-        passes=["forward"],
-        device=torch.device("cpu"),
-        small=True,
+    monkeypatch.setattr(contenders.Contender, "build", fail)
+    began, line = served()
+    assert began == {"began": 0}
+    assert line["record"]["error"] == "RuntimeError: eager broke"
+    assert line["record"]["median_ms"] is None
+    began, line = served(contender="fusedconv")
+    assert line["failed"] == "RuntimeError: fusedconv broke"
+    assert "in fail" in line["traceback"]
+
+
+def test_a_changed_weight_that_is_not_seen_shows(monkeypatch):
+    build = contenders.Contender.build
+
+    def frozen(contender, system, original):
+        model = build(contender, system, original)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def restore(module, arguments):
+            with torch.no_grad():
+                for parameter, value in zip(module.parameters(), values, strict=True):
+                    parameter.copy_(value)
+
+        model.register_forward_pre_hook(restore)
+        return model
+
+    monkeypatch.setattr(contenders.Contender, "build", frozen)
+    _, line = served()
+    assert line["record"]["error_fp64"] < 1e-6
+    assert line["record"]["error_fp64_after"] > 1e-2
+
+
+@pytest.mark.parametrize("name", benchmark.CONTENDERS)
+def test_the_switch_is_set_before_anything_runs(monkeypatch, name):
+    """A plan that was made before stays: no convolution may come first, not even for its shape."""
+    seen = []
+    for function in ("conv_transpose2d", "conv2d"):
+        original = getattr(torch, function)
+
+        def spy(x, *arguments, original=original, **settings):
+            if x.device.type != "meta" and x.dtype == torch.float32:
+                seen.append(torch.backends.cudnn.benchmark)
+            return original(x, *arguments, **settings)
+
+        for module in (torch, F):
+            monkeypatch.setattr(module, function, spy)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: model)
+    build = contenders.Contender.build
+
+    def watched(contender, system, original):
+        model = build(contender, system, original)
+        model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
+        return model
+
+    monkeypatch.setattr(contenders.Contender, "build", watched)
+    before = torch.backends.cudnn.benchmark
+    (fields,) = (c.fields() for c in cells(["system1"], ["fp32"], ["nchw"], ["forward"]))
+    served(contender=name, cells=[fields])
+    assert torch.backends.cudnn.benchmark == before
+    expected = name not in ("fusedconv", "eager")
+    assert len(seen) >= 3
+    assert set(seen) == {expected}
+
+
+DIES = "import sys; print('it is over', file=sys.stderr); sys.exit(3)"
+ANSWERS_ONCE = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+print(json.dumps({"began": 0}))
+record = {**job["cells"][0], "contender": job["contender"], "median_ms": 1.0}
+print(json.dumps({"record": record}))
+sys.stdout.flush()
+sys.exit(3)
+"""
+
+
+def test_a_crash_is_the_result_of_the_cells_that_are_left(monkeypatch):
+    monkeypatch.setattr(running, "_command", lambda: [sys.executable, "-c", ANSWERS_ONCE])
+    first, second = benchmark.run(None, contenders=["eager"], **SMALL)
+    assert first["median_ms"] == 1.0
+    assert second["pass"] == "forward_backward"
+    assert second["median_ms"] is None
+    assert second["error"] == "its process ended with status 3: "
+
+
+def test_a_crash_of_ours_is_raised(monkeypatch):
+    monkeypatch.setattr(running, "_command", lambda: [sys.executable, "-c", DIES])
+    with pytest.raises(benchmark.ContenderError, match=r"fusedconv: .* status 3: it is over"):
+        benchmark.run(None, contenders=["fusedconv", "eager"], **SMALL)
+
+
+def test_an_unwritable_output_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(running, "_command", lambda: pytest.fail("a process was started"))
+    with pytest.raises(IsADirectoryError):
+        benchmark.run(tmp_path, contenders=["eager"], **SMALL)
+
+
+def names(jobs):
+    return [(job.contender.name, len(job.cells)) for job in jobs]
+
+
+def test_one_device_gets_one_job_a_contender():
+    jobs = running.jobs(benchmark.CONTENDERS, cells(), 1, 0.5)
+    assert names(jobs) == [
+        ("fusedconv", 44),
+        ("fusedconv_cudnn_benchmark", 16),
+        ("eager", 44),
+        ("eager_cudnn_benchmark", 32),
+        ("compile", 44),
+        ("compile_max_autotune", 44),
+        ("rewrite", 32),
+        ("rewrite_compile", 32),
+    ]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_several_devices_share_every_cell_once(devices):
+    jobs = running.jobs(benchmark.CONTENDERS, cells(), devices, 0.5)
+    work = [(job.contender.name, cell) for job in jobs for cell in job.cells]
+    once = running.jobs(benchmark.CONTENDERS, cells(), 1, 0.5)
+    assert sorted(work, key=str) == sorted(
+        ((job.contender.name, cell) for job in once for cell in job.cells), key=str
     )
-    (record,) = benchmark.run(None, contenders=["eager"], **arguments)
-    assert record["error"] == "RuntimeError: eager broke"
-    assert record["median_ms"] is None
-    with pytest.raises(RuntimeError, match="fusedconv broke"):
-        benchmark.run(None, contenders=["fusedconv"], **arguments)
+    for job in jobs:
+        assert len({cell.workload for cell in job.cells}) == 1
+    loads = [0.0] * devices
+    for job in jobs:
+        loads[loads.index(min(loads))] += job.expected(0.5)
+    assert max(loads) < 1.25 * sum(loads) / devices
+
+
+def test_a_child_sees_its_device_alone(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert running._environment(2)["CUDA_VISIBLE_DEVICES"] == "2"
+    assert "CUDA_VISIBLE_DEVICES" not in running._environment(None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert running._environment(1)["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+def test_cells_leave_out_what_is_the_same():
+    assert len(cells()) == 2 * 4 * 2 * 2 + 3 * 2 * 2
+    assert Cell("system3", "tf32", "nchw", "forward") not in cells()
+    cell = cells(["system2"], ["bf16"], ["nhwc"], ["forward"])[0]
+    assert Cell.of(cell.fields()) == cell
 
 
 def test_floors():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 
 import fusedconv
+from fusedconv import benchmark, cli, registry
 from fusedconv.cli import main
 
 
@@ -81,10 +87,144 @@ def test_explain_on_the_processor_chooses_its_kernel():
     assert "cpu_group_norm" in output.splitlines()[1]
 
 
-def test_bad_values_are_refused():
-    result = CliRunner().invoke(main, ["explain", "--spatial", "a,b"])
-    assert result.exit_code == 2
-    assert "expected integers between commas" in result.output
+def refused(*arguments: str) -> str:
+    """What a command says that ends with exit code 2 and a line, not a traceback."""
+    result = CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 2, result.output
+    return result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "expected"),
+    [
+        ("--spatial a,b", "--spatial", "got 'a,b', expected integers from 1"),
+        ("--spatial 0,4", "--spatial", "got '0,4', expected integers from 1"),
+        ("--spatial=", "--spatial", "got 0 axes, expected one, two or three"),
+        ("--spatial 2,2,2,2", "--spatial", "got 4 axes, expected one, two or three"),
+        ("--spatial 4,4 --padding 9", "--spatial", "give an output of (-12, -12)"),
+        ("--batch -1", "--batch", "-1 is not in the range"),
+        ("--in-channels 0", "--in-channels", "0 is not in the range"),
+        ("--out-channels -64", "--out-channels", "-64 is not in the range"),
+        ("--num-groups 7", "--num-groups", "got 7, expected a positive divisor of 64 channels"),
+        ("--num-groups -8", "--num-groups", "-8 is not in the range"),
+        ("--num-groups 0 --out-channels 0", "--num-groups", "got 0, expected at least 1"),
+        ("--num-groups 7 --out-channels 0", "--num-groups", "divisor of 64 channels"),
+        ("--groups 3", "--groups", "got 3, expected a positive divisor of 64"),
+        ("--groups 3 --out-channels 63", "--groups", "divisor of 64 input channels"),
+        ("--groups 0", "--groups", "0 is not in the range"),
+        ("--stride 0", "--stride", "got '0', expected integers from 1"),
+        ("--stride 1,1,1", "--stride", "got (1, 1, 1), expected 2 integers"),
+        ("--kernel-size 0", "--kernel-size", "got '0', expected integers from 1"),
+        ("--kernel-size 3,3,3", "--kernel-size", "got (3, 3, 3), expected 2 integers"),
+        ("--padding -1", "--padding", "got '-1', expected integers from 0"),
+        ("--dilation 0", "--dilation", "got '0', expected integers from 1"),
+        ("--output-padding 1", "--output-padding", "got (1, 1), expected each smaller"),
+        ("--arch 91", "--arch", "got 91, expected one of"),
+        ("--precision fp64", "--precision", "is not one of"),
+        ("--batch 2000000000 --spatial 99999,99999", "--spatial", "a size that torch counts"),
+    ],
+)
+def test_impossible_problems_are_refused(arguments, option, expected):
+    line = refused("explain", *arguments.split())
+    assert f"'{option}'" in line
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--stride 2,1 --kernel-size 4,3 --padding 1,0 --output-padding 1,0 --dilation 1,2",
+        "--spatial 70 --stride 2",
+        "--batch 0",
+        "--out-channels 0 --spatial= --num-groups 4",
+        "--out-channels 0 --spatial 2,2,2,2 --layout nhwc",
+        "--device cpu --groups 4 --num-groups 0",
+        "--kernel-size 2147483647,1 --spatial 2147483647,1 --num-groups 1",
+        "--in-channels 2147483647 --spatial 3,3",
+        "--dilation 2147483647 --padding 2147483647",
+    ],
+)
+def test_odd_but_possible_problems_are_explained(arguments):
+    assert "kernel: " in invoke("explain", *arguments.split())
+
+
+def test_values_for_each_axis_reach_the_problem():
+    output = invoke("explain", "--spatial", "9,8", "--stride", "2,1", "--kernel-size", "4,3")
+    assert "k4x3 s2x1" in output.splitlines()[0]
+
+
+def test_what_is_given_overrides_the_system():
+    first = invoke("explain", "--system", "system2", "--batch", "3").splitlines()[0]
+    assert "conv_transpose3d 64->128 k3x3x3" in first
+    assert "3x64x32x32x32" in first
+
+
+COMMANDS = (["info"], ["list"], ["explain"], ["demo", "--quick"], ["bench", "--small"])
+
+
+def failed(*arguments: str) -> str:
+    """What a command prints that ends with exit code 1 and one line, not a traceback."""
+    result = CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 1, result.output
+    *before, line = result.output.splitlines()
+    assert line.startswith("Error: ")
+    assert "Error: " not in "".join(before)
+    return result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_an_unknown_forced_kernel_ends_in_one_line(force, command):
+    force("nope")
+    assert "no kernel or provider is called nope" in failed(*command)
+
+
+def test_a_forced_kernel_that_does_not_serve_ends_in_one_line(force):
+    force("cpu")
+    line = failed("explain").splitlines()[-1]
+    assert "no kernel among cpu serves" in line
+    assert "runs on the processor, the input is on cuda" in line
+
+
+@pytest.fixture
+def broken_plugin(monkeypatch):
+    class EntryPoint:
+        name, value = "shaky", "shaky:register"
+
+        def load(self):
+            raise ImportError("no module\nnamed shaky")
+
+    monkeypatch.setattr(registry, "_registry", None)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint()])
+
+
+@pytest.mark.usefixtures("broken_plugin")
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_broken_plugin_ends_in_one_line(command):
+    assert "entry point 'shaky' (shaky:register)" in failed(*command).splitlines()[-1]
+
+
+@pytest.mark.usefixtures("broken_plugin")
+def test_info_says_what_it_can_beside_a_broken_plugin():
+    output = failed("info")
+    assert torch.__version__ in output
+    assert "a plugin fails" in output
+
+
+def test_the_package_is_a_command():
+    for arguments, code, text in (
+        (["list"], 0, "cpu_group_norm"),
+        (["explain", "--stride", "0"], 2, "Usage: fusedconv explain"),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "fusedconv", *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "140"},
+            check=False,
+        )
+        assert result.returncode == code, result.stderr
+        assert text in result.stdout + result.stderr
+        assert "Traceback" not in result.stderr
 
 
 def test_demo_compares_with_eager():
@@ -93,17 +233,86 @@ def test_demo_compares_with_eager():
         assert title in output
 
 
+BENCH = [
+    *("bench", "--small", "--workload", "system3", "--precision", "fp32", "--pass", "forward"),
+    *("--seconds", "0", "--least", "2"),
+]
+
+
 def test_bench_writes_records(tmp_path):
-    path = tmp_path / "figures.json"
-    arguments = ["bench", "--small", "--workload", "system3", "--precision", "fp32"]
-    arguments += ["--seconds", "0.01", "--least", "2", "--output", str(path)]
-    arguments += ["--contender", "fusedconv", "--contender", "eager"]
+    path = tmp_path / "new" / "figures.json"
+    arguments = [*BENCH, "--contender", "fusedconv", "--output", str(path)]
     output = invoke(*arguments, "--layout", "nchw", "--commit", "abc")
-    assert output.count("system3 forward") == 4
+    assert output.count("system3 forward fp32 nchw fusedconv: ") == 1
     written = json.loads(path.read_text())
     assert written["header"]["commit"] == "abc"
-    assert len(written["records"]) == 4
+    assert len(written["records"]) == 1
     # Another layout is added, the same cell replaced.
-    invoke(*arguments, "--layout", "nhwc", "--pass", "forward")
-    invoke(*arguments, "--layout", "nhwc", "--pass", "forward")
-    assert len(json.loads(path.read_text())["records"]) == 6
+    for _ in range(2):
+        invoke(*arguments, "--layout", "nhwc")
+    layouts = [record["layout"] for record in json.loads(path.read_text())["records"]]
+    assert layouts == ["nchw", "nhwc"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["figures.json"]
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch):
+    def run(*arguments, **settings):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(benchmark, "run", run)
+
+
+@pytest.mark.usefixtures("measures_nothing")
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--least", "0", "0 is not in the range"),
+        ("--seconds", "-1", "-1.0 is not in the range"),
+        ("--devices", "0,0", "expected different ordinals"),
+        ("--devices", "99", "expected different ordinals"),
+        ("--output", "{folder}", "expected a file that can be written"),
+        ("--output", "{folder}/taken/figures.json", "expected a file that can be written"),
+        ("--output", "{folder}/taken", "expected a file of this benchmark's records"),
+    ],
+)
+def test_bench_refuses_before_it_measures(tmp_path, option, value, expected):
+    (tmp_path / "taken").write_text("{}")
+    line = refused(*BENCH, option, value.format(folder=tmp_path))
+    assert f"'{option}'" in line
+    assert expected in line
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+RECORD = {
+    **benchmark.Cell("system3", "fp32", "nchw", "forward").fields(),
+    **dict(contender="eager", median_ms=2.0, p10_ms=1.0, p90_ms=3.0, floor_ms=1.0),
+    **dict(error_fp64=1e-7, kernel="torch"),
+}
+
+
+def test_bench_shows_a_bar_on_a_terminal():
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=140)
+    cell = benchmark.Cell.of(RECORD)
+    with cli._observer(console) as observer:
+        observer.planned(4)
+        observer.began(cell, "eager")
+        observer.measured(RECORD, 0.25)
+        observer.began(cell, "compile")
+    text = screen.getvalue()
+    assert "system3 forward fp32 nchw eager: 2.0000 ms (1.0000 to 3.0000), 50% of the floor" in text
+    behind = text.split("eager: 2.0000 ms")[1]
+    assert "system3 forward fp32 nchw compile" in behind
+    assert "1/4" in behind
+
+
+def test_bench_writes_lines_elsewhere(capsys):
+    with cli._observer(Console(file=io.StringIO())) as observer:
+        observer.planned(4)
+        observer.began(benchmark.Cell.of(RECORD), "eager")
+        observer.measured(RECORD, 0.25)
+        observer.measured({**RECORD, "median_ms": None, "error": "OSError: it broke"}, 0.5)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("system3 forward fp32 nchw eager: 2.0000 ms")
+    assert second == "system3 forward fp32 nchw eager: OSError: it broke"

@@ -44,13 +44,43 @@ _TURNS, _CHANNELS, _POSITIONS = range(3)
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
 
-#: Nanoseconds on an H200, fitted to the measured times of every row on 60 problems and checked on
-#: 60 others: of a step (64 channels, 256 positions, 32 bytes of input channels) on the tensor
-#: cores, by precision; for each chunk of a stage, of turning 128 positions and of a line's copy; of
-#: a stage beside that; of the epilogue of a warpgroup's tile, and the share of it that stays
-#: exposed where the warpgroups do not take turns.
-_STEP = {"tf32": 71, "fp32": 223, "fp16": 71, "bf16": 71}
-_ROUND, _LINE, _STAGE, _EPILOGUE, _EXPOSED = 180, 90, 230, 10500, 0.39
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``CutlassSm90.estimate`` multiplies, in nanoseconds on an H200."""
+
+    #: A step (64 channels, 256 positions, 32 bytes of input channels) on the tensor cores.
+    step_tf32: float
+    step_fp32: float
+    step_16_bits: float
+    #: For each chunk of a stage: turning 128 positions; a line's tensor copy; turning 128 positions
+    #: that come element by element, each with its memory's latency.
+    turn: float
+    line: float
+    gather: float
+    #: A stage, beside its chunks.
+    stage: float
+    #: The epilogue of a warpgroup's tile, and the share of it that stays exposed where the
+    #: warpgroups do not take turns.
+    epilogue: float
+    exposed: float
+
+    def step(self, precision: str) -> float:
+        return {"tf32": self.step_tf32, "fp32": self.step_fp32}.get(precision, self.step_16_bits)
+
+
+#: Fitted by ``benchmarks/cost_model.py`` to the measured times of every row.
+COSTS = CostConstants(
+    step_tf32=71,
+    step_fp32=223,
+    step_16_bits=71,
+    turn=180,
+    line=90,
+    gather=600,
+    stage=230,
+    epilogue=10500,
+    exposed=0.39,
+)
 
 
 @dataclass(frozen=True)
@@ -139,24 +169,32 @@ class CutlassSm90(Kernel):
         return Support.yes()
 
     def cost(self, problem: Problem) -> float:
+        return self.estimate(problem, COSTS)
+
+    def estimate(self, problem: Problem, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
         assert problem.conv is not None
         lowered = lower_unit_stride(problem.conv, problem.spatial)
         assert isinstance(lowered, ForwardConv)
         plan = self._plan(problem, lowered)
         turns = self.row.sharing == _TURNS
-        multiply = plan.stages * plan.stage_taps * _STEP[problem.precision] * (1 if turns else 2)
+        multiply = (
+            plan.stages * plan.stage_taps * costs.step(problem.precision) * (1 if turns else 2)
+        )
         rounds = math.ceil(plan.stage_rows / 128)
-        # Without tensor copies the elements come one by one, each with its memory's latency.
-        turning = rounds * _ROUND + plan.lines * _LINE if plan.tensor_copies else rounds * 600
-        stages = plan.stages * (plan.chunks_per_stage * turning + _STAGE)
+        if plan.tensor_copies:
+            turning = rounds * costs.turn + plan.lines * costs.line
+        else:
+            turning = rounds * costs.gather
+        stages = plan.stages * (plan.chunks_per_stage * turning + costs.stage)
         waves = math.ceil(problem.batch * plan.tiles / max(1, problem.multiprocessors))
         if turns:
             # One warpgroup finishes a tile while the other multiplies the next.
-            tile = max(multiply, stages, (multiply + _EPILOGUE) / 2)
-            nanoseconds = waves * tile + _EPILOGUE
+            tile = max(multiply, stages, (multiply + costs.epilogue) / 2)
+            nanoseconds = waves * tile + costs.epilogue
         else:
-            tile = max(multiply, stages) + _EXPOSED * _EPILOGUE
-            nanoseconds = waves * tile + (1 - _EXPOSED) * _EPILOGUE
+            tile = max(multiply, stages) + costs.exposed * costs.epilogue
+            nanoseconds = waves * tile + (1 - costs.exposed) * costs.epilogue
         size = problem.dtype.itemsize
         output = problem.output_elements * size
         moved = 2 * output

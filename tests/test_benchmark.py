@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from scripts import script
 from torch.nn import functional as F
 
 from fusedconv import benchmark
@@ -42,7 +43,7 @@ def test_rewrite_is_the_same_function(name):
 
 
 SMALL = dict(
-    workloads=["system1"],
+    workloads=["system3"],
     precisions=["fp32"],
     layouts=["nchw"],
     device=torch.device("cpu"),
@@ -68,7 +69,7 @@ class Events(benchmark.Observer):
 
 def test_records_have_every_field_and_weights_may_change():
     events = Events()
-    records = benchmark.run(None, contenders=["fusedconv", "rewrite"], observer=events, **SMALL)
+    records = benchmark.run(None, contenders=["fusedconv", "eager"], observer=events, **SMALL)
     assert [(r["contender"], r["pass"]) for r in records] == events.names
     assert events.count == len(records) == len(events.shares) == 4
     assert events.shares == sorted(events.shares)
@@ -264,3 +265,62 @@ def test_error_of_a_sample_shows():
     actual[-1, 3] += 0.5
     assert sample_error(original, x, actual) > 1e-2
     assert sample_error(original, x, actual, samples=[0, 1]) < 1e-6
+
+
+def test_differences_are_counted_in_pieces(monkeypatch):
+    agreement = script("agreement")
+    monkeypatch.setattr(agreement, "_PIECE", 20)
+    expected = torch.full((5, 2, 4), 100.0)
+    actual = expected.clone()
+    assert agreement.compare(actual, expected)["allclose"]
+    actual[0, 0, 0] += 5e-4  # within 1e-5 + 1e-5 * 100
+    actual[2, 1, 3] += 0.25
+    actual[4, 0, 0] -= 0.5
+    found = agreement.compare(actual, expected)
+    assert found == {
+        "allclose": False,
+        "largest_difference": 0.5,
+        "beyond": 2,
+        "share_beyond": 2 / 40,
+    }
+    assert torch.allclose(actual, expected, 1e-5, 1e-5) == found["allclose"]
+    actual[1, 0, 0] = torch.nan
+    found = agreement.compare(actual, expected)
+    assert found["beyond"] == 3
+    assert found["largest_difference"] == float("inf")
+
+
+def test_agreement_of_the_small_sizes(tmp_path, capsys):
+    path = tmp_path / "new" / "agreement.json"
+    script("agreement").main(["--small", "--contender", "fusedconv", "--output", str(path)])
+    records = json.loads(path.read_text())["records"]
+    assert [(r["workload"], r["precision"]) for r in records] == [
+        ("system1", "tf32"),
+        ("system1", "fp32"),
+        ("system2", "tf32"),
+        ("system2", "fp32"),
+        ("system3", "fp32"),
+    ]
+    assert all(record["allclose"] for record in records)
+    assert capsys.readouterr().out.count("| True |") == 5
+
+
+def test_the_table_takes_the_better_eager(tmp_path, capsys):
+    cell = Cell("system1", "tf32", "nchw", "forward").fields()
+
+    def record(contender, median):
+        return {**cell, "contender": contender, "median_ms": median} | dict(
+            floor_ms=0.5, error_fp64=1e-4
+        )
+
+    times = {"fusedconv": 1.0, "eager": 4.0, "eager_cudnn_benchmark": 3.0}
+    times |= {"compile": None, "rewrite": 2.0}
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"records": [record(*item) for item in times.items()]}))
+    table = script("table")
+    table.main(path)
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    row = dict(zip(table.COLUMNS, map(str.strip, line.strip("|").split("|")), strict=True))
+    assert row["cell"] == "system1 forward tf32 nchw"
+    assert (row["vs better eager"], row["vs best peer"]) == ("3.00x", "2.00x")
+    assert (row["compile"], row["eager"], row["error / eager's"]) == ("", "4.00", "1.00")

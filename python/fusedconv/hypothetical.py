@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedconv import ops
-from fusedconv.arguments import choice, integers
-from fusedconv.problem import ACTIVATIONS, ORDERS, Problem, layout_of, resolve_precision
+from fusedconv import validation
+from fusedconv.arguments import integers
+from fusedconv.problem import Problem, layout_of, resolve_precision
 
 #: Multiprocessors of a well-known device by compute capability times ten: V100, T4, A100, RTX 3090,
 #: RTX 4090, H200, B200, RTX 5090.
@@ -61,11 +61,11 @@ def problem(
     """
     shape = (batch, channels, *spatial)
     if layout == "nhwc" and spatial:
-        axes = len(shape)
-        input = _empty("input", (batch, *spatial, channels), dtype)
-        input = input.permute(0, axes - 1, *range(1, axes - 1))
+        input = _empty("input", (batch, *spatial, channels), dtype).movedim(-1, 1)
     else:
         input = _empty("input", shape, dtype)
+    validation.check_input(input)
+    validation.check_choices(activation, order)
     conv = None
     if out_channels is not None:
         if groups < 1 or out_channels % groups:
@@ -75,25 +75,23 @@ def problem(
             )
         axes = len(spatial)
         kernel = integers("kernel_size", kernel_size, axes, 1)
-        conv = ops._conv_geometry(
+        conv = validation.conv_geometry(
             input,
             _empty("weight", (channels, out_channels // groups, *kernel), dtype),
             _empty("bias", (out_channels,), dtype) if bias else None,
-            integers("stride", stride, axes, 1),
-            integers("padding", padding, axes, 0),
-            integers("output_padding", output_padding, axes, 0),
-            integers("dilation", dilation, axes, 1),
+            integers("stride", stride, axes),
+            integers("padding", padding, axes),
+            integers("output_padding", output_padding, axes),
+            integers("dilation", dilation, axes),
             groups,
         )
     norm = None
     if num_groups is not None:
         features = channels if out_channels is None else out_channels
         affine = _empty("weight", (features,), dtype)
-        norm = ops._norm_geometry(
+        norm = validation.norm_geometry(
             input, features, num_groups, affine, affine, eps, ("weight", "bias")
         )
-    choice("activation", activation, ACTIVATIONS)
-    choice("order", order, ORDERS)
     cuda = device == "cuda"
     return Problem(
         device=device,

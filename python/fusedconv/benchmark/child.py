@@ -63,7 +63,8 @@ def serve(job: dict[str, Any], emit: Emit) -> None:
                 emit({"failed": text, "traceback": traceback.format_exc()})
                 return
             record.update(failed(text))
-        torch.compiler.reset()
+        if contender.compile_mode is not None:
+            torch.compiler.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         emit({"record": record})

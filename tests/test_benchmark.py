@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusedconv import benchmark
 from fusedconv.benchmark import child, contenders, running
-from fusedconv.benchmark.cells import Cell, cells
+from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
 
@@ -87,7 +87,9 @@ def served(**changes) -> list[dict]:
     job = {
         **dict(device="cpu", index=None, seconds=0.0, least=1, small=True, rates={}),
         "contender": "eager",
-        "cells": [cell.fields() for cell in cells(["system1"], ["fp32"], ["nchw"], ["forward"])],
+        "cells": [
+            cell.fields() for cell in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"])
+        ],
         **changes,
     }
     lines: list[dict] = []
@@ -154,7 +156,7 @@ def test_the_switch_is_set_before_anything_runs(monkeypatch, name):
 
     monkeypatch.setattr(contenders.Contender, "build", watched)
     before = torch.backends.cudnn.benchmark
-    (fields,) = (c.fields() for c in cells(["system1"], ["fp32"], ["nchw"], ["forward"]))
+    (fields,) = (c.fields() for c in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"]))
     served(contender=name, cells=[fields])
     assert torch.backends.cudnn.benchmark == before
     expected = name not in ("fusedconv", "eager")
@@ -195,12 +197,48 @@ def test_an_unwritable_output_is_refused_before_anything_runs(monkeypatch, tmp_p
         benchmark.run(tmp_path, contenders=["eager"], **SMALL)
 
 
+TWO_DEVICES = """
+import json, os, sys
+job = json.loads(sys.stdin.readline())
+visible = os.environ["CUDA_VISIBLE_DEVICES"]
+device = {"index": job["index"], "name": f"device {visible}", "uuid": None}
+rates = {"copy": 1.0}
+if job.get("measure") == "rates":
+    print(json.dumps({"device": device, "rates": rates}))
+    sys.exit()
+assert job["rates"] == rates and job["device"] == "cuda"
+for number, cell in enumerate(job["cells"]):
+    print(json.dumps({"began": number}))
+    record = {**cell, "contender": job["contender"], "device": device, "median_ms": 1.0}
+    print(json.dumps({"record": record}))
+"""
+
+
+def test_devices_share_the_work_and_the_parent_touches_none(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(running, "_command", lambda: [sys.executable, "-c", TWO_DEVICES])
+    initialized = torch.cuda.is_initialized()
+    path = tmp_path / "figures.json"
+    records = benchmark.run(path, device=torch.device("cuda"), devices=(1, 3), commit="abc")
+    assert torch.cuda.is_initialized() == initialized
+    assert {(r["device"]["index"], r["device"]["name"]) for r in records} == {
+        (1, "device 1"),
+        (3, "device 3"),
+    }
+    keys = {(r["contender"], *Cell.of(r).fields().values()) for r in records}
+    assert len(keys) == len(records) == 44 * 4 + 16 + 32 * 3
+    written = json.loads(path.read_text())
+    assert written["header"]["device"] == "device 1"
+    assert written["header"]["rates"] == {"copy": 1.0}
+    assert len(written["records"]) == len(records)
+
+
 def names(jobs):
     return [(job.contender.name, len(job.cells)) for job in jobs]
 
 
 def test_one_device_gets_one_job_a_contender():
-    jobs = running.jobs(benchmark.CONTENDERS, cells(), 1, 0.5)
+    jobs = running.jobs(benchmark.CONTENDERS, select_cells(), 1, 0.5)
     assert names(jobs) == [
         ("fusedconv", 44),
         ("fusedconv_cudnn_benchmark", 16),
@@ -215,9 +253,9 @@ def test_one_device_gets_one_job_a_contender():
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_several_devices_share_every_cell_once(devices):
-    jobs = running.jobs(benchmark.CONTENDERS, cells(), devices, 0.5)
+    jobs = running.jobs(benchmark.CONTENDERS, select_cells(), devices, 0.5)
     work = [(job.contender.name, cell) for job in jobs for cell in job.cells]
-    once = running.jobs(benchmark.CONTENDERS, cells(), 1, 0.5)
+    once = running.jobs(benchmark.CONTENDERS, select_cells(), 1, 0.5)
     assert sorted(work, key=str) == sorted(
         ((job.contender.name, cell) for job in once for cell in job.cells), key=str
     )
@@ -238,9 +276,9 @@ def test_a_child_sees_its_device_alone(monkeypatch):
 
 
 def test_cells_leave_out_what_is_the_same():
-    assert len(cells()) == 2 * 4 * 2 * 2 + 3 * 2 * 2
-    assert Cell("system3", "tf32", "nchw", "forward") not in cells()
-    cell = cells(["system2"], ["bf16"], ["nhwc"], ["forward"])[0]
+    assert len(select_cells()) == 2 * 4 * 2 * 2 + 3 * 2 * 2
+    assert Cell("system3", "tf32", "nchw", "forward") not in select_cells()
+    cell = select_cells(["system2"], ["bf16"], ["nhwc"], ["forward"])[0]
     assert Cell.of(cell.fields()) == cell
 
 

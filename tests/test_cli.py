@@ -255,6 +255,11 @@ def test_bench_writes_records(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["figures.json"]
 
 
+def test_bench_refuses_contenders_that_take_no_part():
+    line = refused(*BENCH, "--contender", "rewrite", "--contender", "eager_cudnn_benchmark")
+    assert "'--contender': got rewrite, eager_cudnn_benchmark, expected one at least" in line
+
+
 @pytest.fixture
 def measures_nothing(monkeypatch):
     def run(*arguments, **settings):

@@ -159,7 +159,7 @@ _LARGEST = 2**31 - 1
 _OPTIONS = {
     "input": "spatial",
     "weight": "kernel-size",
-    "channels": "in-channels",
+    "contenders": "contender",
 }
 
 
@@ -469,6 +469,11 @@ def bench(small: bool, **options: Any) -> None:
     Each contender runs in processes of its own.
     """
     _check_forced(registry().kernels())
+    chosen = (options[name] for name in ("workloads", "precisions", "layouts", "passes"))
+    with _naming_options():
+        benchmark.jobs(
+            options["contenders"], benchmark.select_cells(*chosen), 1, options["seconds"]
+        )
     with _observer(_console()) as observer:
         benchmark.run(small=small or not torch.cuda.is_available(), observer=observer, **options)
 

@@ -20,11 +20,19 @@ convolutions' operations; bytes of the forward pass, plus output gradient and in
 gradient written.
 """
 
-from fusedconv.benchmark.cells import DTYPES, LAYOUTS, PASSES, PRECISIONS, Cell, memory_format
+from fusedconv.benchmark.cells import (
+    DTYPES,
+    LAYOUTS,
+    PASSES,
+    PRECISIONS,
+    Cell,
+    memory_format,
+    select_cells,
+)
 from fusedconv.benchmark.contenders import CONTENDERS, Rewrite
 from fusedconv.benchmark.measuring import device_facts, kernel_name, precision_mode
 from fusedconv.benchmark.records import check_writable, header
-from fusedconv.benchmark.running import ContenderError, Observer, run
+from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
 from fusedconv.benchmark.timing import Clock, floor_ms, measured_rates
 
 __all__ = [
@@ -42,9 +50,11 @@ __all__ = [
     "device_facts",
     "floor_ms",
     "header",
+    "jobs",
     "kernel_name",
     "measured_rates",
     "memory_format",
     "precision_mode",
     "run",
+    "select_cells",
 ]

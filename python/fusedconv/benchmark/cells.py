@@ -49,7 +49,7 @@ class Cell:
         return cls(fields["workload"], fields["precision"], fields["layout"], fields["pass"])
 
 
-def cells(
+def select_cells(
     workloads: Iterable[str] = tuple(SYSTEMS),
     precisions: Iterable[str] = PRECISIONS,
     layouts: Iterable[str] = LAYOUTS,

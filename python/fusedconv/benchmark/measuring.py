@@ -176,7 +176,9 @@ def measure(setup: Setup, contender: Contender, clock: Clock) -> dict[str, Any]:
         samples = None if contender.ours else [setup.shape[0] - 1]
         x = inputs[-1]
         result["error_fp64_after"] = _error(changed, x, run(x), samples)
-    deciles = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
+    deciles = (
+        statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
+    )
     result.update(
         median_ms=statistics.median(times),
         p10_ms=deciles[0],

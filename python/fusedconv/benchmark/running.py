@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fusedconv.benchmark import records as files
-from fusedconv.benchmark.cells import LAYOUTS, PASSES, PRECISIONS, Cell, cells
+from fusedconv.benchmark.cells import LAYOUTS, PASSES, PRECISIONS, Cell, select_cells
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.measuring import device_facts, failed
 from fusedconv.models import SYSTEMS
@@ -71,13 +71,22 @@ def jobs(
     contenders: Iterable[str], chosen: Sequence[Cell], devices: int, seconds: float
 ) -> list[Job]:
     """One job a contender; for several devices also one a workload, and one a precision of those
-    that would keep a device longer than half its share, longest first."""
+    that would keep a device longer than half its share, longest first.
+
+    Raises ValueError where no contender takes part in any of the cells.
+    """
+    contenders = tuple(dict.fromkeys(contenders))
     result = []
     for name in contenders:
         contender = CONTENDERS[name]
         mine = tuple(cell for cell in chosen if contender.takes_part(cell))
         if mine:
             result.append(Job(contender, mine))
+    if not result:
+        raise ValueError(
+            f"contenders: got {', '.join(contenders)}, expected one at least that takes part in "
+            "the chosen cells"
+        )
     if devices == 1:
         return result
     limit = sum(job.expected(seconds) for job in result) / devices / 2
@@ -235,8 +244,8 @@ def run(
     time, the first alone by default. ``seconds`` of timing per record, ``least`` repetitions at
     least; ``small`` takes sizes for a processor. A peer that fails is recorded with its error.
 
-    Raises OSError or ValueError where ``output`` cannot be written or added to, before anything is
-    measured, and ContenderError where fusedconv fails.
+    Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
+    nothing is left to measure, before anything runs, and ContenderError where fusedconv fails.
     """
     if output is not None:
         files.check_writable(output)
@@ -244,7 +253,9 @@ def run(
     kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     indices: list[int | None] = [None] if kind != "cuda" else list(devices or (0,))
     waiting = deque(
-        jobs(contenders, cells(workloads, precisions, layouts, passes), len(indices), seconds)
+        jobs(
+            contenders, select_cells(workloads, precisions, layouts, passes), len(indices), seconds
+        )
     )
     watch.planned(sum(len(job.cells) for job in waiting))
     total = sum(job.expected(seconds) for job in waiting)

@@ -230,6 +230,7 @@ def measure(output: Path, commit: str | None) -> None:
             if shape.precision == "tf32":
                 record["strict_rows"] = _rows(shape, "fp32")
             problems.append(record)
+            torch.cuda.empty_cache()  # what the graphs held
             best = min(record["rows"].items(), key=lambda row: row[1]["call_ms"])
             print(
                 f"{index:3} {shape.problem()}: {len(record['rows'])} rows, best "

@@ -13,9 +13,9 @@
 
 // How CUTLASS's 3xTF32 operator splits a float. Its own choice truncates the big part, which leaves
 // a small part of one sign and up to twice the size; the product small*small that 3xTF32 drops then
-// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size.
-// What is left below has 13 bits at most, of which the tensor core drops two. The operator offers no
-// parameter for this, so its converter is specialised.
+// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size; of
+// the small part the tensor core drops a bit at most. The operator offers no parameter for this, so
+// its converter is specialised.
 template <>
 struct cutlass::NumericConverterFastF32<cutlass::FloatRoundStyle::round_toward_zero,
                                         cutlass::FloatRoundStyle::round_half_ulp_truncate> {
@@ -23,16 +23,34 @@ struct cutlass::NumericConverterFastF32<cutlass::FloatRoundStyle::round_toward_z
   using source_type = float;
 
   CUTLASS_DEVICE static result_type convert(float const& source) {
-    // Half a unit of TF32's last place added, the bits below dropped. A NaN may turn into zero
-    // here, and then survives in the small part.
-    uint32_t const big = (__float_as_uint(source) + 0x1000u) & 0xffffe000u;
-    float const small = source - __uint_as_float(big);
+    float const big = fusedconv::device::big_tf32(source);
     result_type result;
-    result[0] = cutlass::tfloat32_t::bitcast(big);
-    result[1] = cutlass::tfloat32_t::bitcast(__float_as_uint(small));
+    result[0] = cutlass::tfloat32_t::bitcast(__float_as_uint(big));
+    result[1] = cutlass::tfloat32_t::bitcast(__float_as_uint(source - big));
     return result;
   }
   CUTLASS_DEVICE result_type operator()(float const& source) const { return convert(source); }
+};
+
+// How CUTLASS's main loop rounds floats to TF32. Before compute capability 9.0 it prefers to round
+// ties away from zero.
+template <int kCount>
+struct cutlass::NumericArrayConverter<cutlass::tfloat32_t, float, kCount,
+                                      cutlass::FloatRoundStyle::round_half_ulp_truncate,
+                                      cutlass::transform::thread::UnaryTransform::Identity> {
+  using result_type = cutlass::Array<cutlass::tfloat32_t, kCount>;
+  using source_type = cutlass::Array<float, kCount>;
+
+  CUTLASS_DEVICE static result_type convert(source_type const& source) {
+    result_type result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      float const rounded = fusedconv::device::round_to_tf32(source[i]);
+      result[i] = cutlass::tfloat32_t::bitcast(__float_as_uint(rounded));
+    }
+    return result;
+  }
+  CUTLASS_DEVICE result_type operator()(source_type const& source) const { return convert(source); }
 };
 
 // clang-format off: the device header uses the problem sizes without including them.

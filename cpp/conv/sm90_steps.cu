@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256)
         filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;
     if constexpr (sizeof(T) == 4) {
       if constexpr (kParts == 2) {
-        float const big = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
+        float const big = device::big_tf32(value);
         target[0] = big;
         target[p.stage_elements] = device::round_to_tf32(value - big);
       } else {
@@ -139,8 +139,10 @@ CUtensorMap input_map(Arguments const& a, Math math) {
   ConvProblem const& c = a.problem;
   Schedule const& s = a.schedule;
   cuuint64_t const bytes = element_bytes(math);
+  // Copies of type TFLOAT32 round to nearest, ties to even, and make denormal numbers zero.
   CUtensorMapDataType const type = math == Math::kF16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : math == Math::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : math == Math::kTf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   bool const first = a.layout == Layout::kChannelsFirst;
   auto const channels = cuuint64_t(c.c), batch = cuuint64_t(c.n);

@@ -105,6 +105,7 @@ py::dict row_dict(int index, conv::ConvRow const& row) {
   result["shared_bytes"] = row.shared_bytes;
   result["max_filter_extent"] = row.max_filter_extent;
   result["max_tensor_bytes"] = row.max_tensor_bytes;
+  result["teraflops"] = row.teraflops;
   return result;
 }
 

@@ -166,8 +166,9 @@ struct MathTraits<Math::kBF16> {
   static constexpr char const* kName = "bf16";
 };
 
-// The one place where a kernel's compile-time choices stand.
-template <Math kMath_, int kDimensions_, class Tile_, class Warp_, int kStages_>
+// The one place where a kernel's compile-time choices stand, and the rate by which it is chosen
+// (ConvRow::teraflops).
+template <Math kMath_, int kDimensions_, class Tile_, class Warp_, int kStages_, int kTeraflops_>
 struct Sm80Traits {
   using MathOf = MathTraits<kMath_>;
   using Tile = Tile_;
@@ -177,6 +178,7 @@ struct Sm80Traits {
   static constexpr Math kMath = kMath_;
   static constexpr int kDimensions = kDimensions_;
   static constexpr int kStages = kStages_;
+  static constexpr int kTeraflops = kTeraflops_;
   // Every access is 16 bytes.
   static constexpr int kAlignment = 128 / cutlass::sizeof_bits<Element>::value;
 
@@ -184,6 +186,7 @@ struct Sm80Traits {
   static_assert(Tile::kK == Warp::kK, "slices of K per warp would need a reduction");
   static_assert(Tile::kM % Warp::kM == 0 && Tile::kN % Warp::kN == 0, "warps tile the block");
   static_assert(kStages >= 3, "cp.async needs a multistage mainloop");
+  static_assert(kTeraflops > 0, "a row without a rate cannot be chosen");
 
   using Epilogue = BiasActivation<ElementOutput, 128 / cutlass::sizeof_bits<ElementOutput>::value>;
   using Layout = std::conditional_t<kDimensions == 2, cutlass::layout::TensorNHWC,
@@ -303,6 +306,7 @@ struct Sm80Traits {
         .shared_bytes = int(sizeof(typename Kernel::SharedStorage)),
         .max_filter_extent = 32,  // one bit of a 32-bit predicate mask per filter position
         .max_tensor_bytes = (int64_t(1) << 31) - 1,
+        .teraflops = kTeraflops,
         .launch = &launch,
         .workspace_bytes = &workspace_bytes,
     };

@@ -13,9 +13,9 @@
 
 // How CUTLASS's 3xTF32 operator splits a float. Its own choice truncates the big part, which leaves
 // a small part of one sign and up to twice the size; the product small*small that 3xTF32 drops then
-// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size; of
-// the small part the tensor core drops a bit at most. The operator offers no parameter for this, so
-// its converter is specialised.
+// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size;
+// of the small part the tensor core drops a bit at most. The operator offers no parameter for this,
+// so its converter is specialised.
 template <>
 struct cutlass::NumericConverterFastF32<cutlass::FloatRoundStyle::round_toward_zero,
                                         cutlass::FloatRoundStyle::round_half_ulp_truncate> {

@@ -61,7 +61,7 @@ struct Params {
   unsigned char const* filter;
   void const* bias;
   void* output;
-  float2* partials;
+  groupnorm::Partial* partials;
   int64_t input_sample;    // elements of a sample
   int64_t channel_stride;  // of the input, elements
   int pixel_stride;
@@ -358,8 +358,8 @@ struct Turn {
     }
   }
 
-  // From the landing zone to the order of the tensor core, split where that is the mode. All loads of a
-  // round come before its stores; positions behind the last one load what that one does.
+  // From the landing zone to the order of the tensor core, split where that is the mode. All loads
+  // of a round come before its stores; positions behind the last one load what that one does.
   // `ready` is called between the first loads and the first stores.
   template <class Ready>
   __device__ __forceinline__ void turn(Params const& p, int landing_offset, uint32_t target,
@@ -629,8 +629,7 @@ __device__ __forceinline__ void activate_piece(Activation activation, float (&v)
   }
 }
 
-// Sums about a shift that is one of the values, so that a large mean costs no precision: the shift is off
-// the mean by no more than the root of the count times the deviation.
+// Sums about a shift that is one of the values, so that a large mean costs no precision.
 struct ShiftedMoments {
   float shift = 0.0f, sum = 0.0f, squares = 0.0f;
   __device__ __forceinline__ void add(float value) {
@@ -639,9 +638,8 @@ struct ShiftedMoments {
     squares = fmaf(difference, difference, squares);
   }
   __device__ __forceinline__ device::Moments moments(int count) const {
-    if (count == 0) return {};
-    float const share = sum / float(count);
-    return {float(count), shift + share, fmaxf(0.0f, fmaf(-sum, share, squares))};
+    return count == 0 ? device::Moments{}
+                      : device::shifted_moments(float(count), shift, sum, squares);
   }
 };
 
@@ -746,9 +744,9 @@ __device__ __forceinline__ void finish_tile(Params const& p, float const (&accum
     total1.merge(total1.shuffled_down(offset));
   }
   if (lane % 4 == 0) {
-    float2* const target = p.partials + stat_tile * p.out_channels;
-    if (keep0) target[row] = make_float2(total0.mean, total0.m2);
-    if (keep1) target[row + 8] = make_float2(total1.mean, total1.m2);
+    groupnorm::Partial* const target = p.partials + stat_tile * p.out_channels;
+    if (keep0) target[row] = total0.partial();
+    if (keep1) target[row + 8] = total1.partial();
   }
 }
 
@@ -998,8 +996,8 @@ inline Params params_of(Arguments const& a, Sharing sharing) {
   return p;
 }
 
-// The input as a tensor of five axes, for copies of one line of a chunk of channels; rounded to TF32 on
-// the way where that is the mode.
+// The input as a tensor of five axes, for copies of one line of a chunk of channels; rounded to
+// TF32 on the way where that is the mode.
 CUtensorMap input_map(Arguments const& a, Math math);
 
 inline std::string name_of(Math math, Sharing sharing) {

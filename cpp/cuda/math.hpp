@@ -77,9 +77,9 @@ __device__ __forceinline__ float round_to_tf32(float value) {
 #endif
 }
 
-// The big part of a float for 3xTF32: to nearest, so that what is left has either sign and 12 bits at
-// most. How ties go does not matter: the small part makes up for it. A NaN may turn into zero here,
-// and then survives in the small part.
+// The big part of a float for 3xTF32: to nearest, so that what is left has either sign and 12 bits
+// at most. How ties go does not matter: the small part makes up for it. A NaN may turn into zero
+// here, and then survives in the small part.
 __device__ __forceinline__ float big_tf32(float value) {
   return __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
 }

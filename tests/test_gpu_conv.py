@@ -233,9 +233,9 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
 
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Nearest, ties away from zero, as cuDNN rounds."""
+    """To nearest, ties to even, as torch's TF32 convolutions round finite operands."""
     bits = x.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32).reshape(x.shape)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).reshape(x.shape)
 
 
 def _channels_last(x: torch.Tensor) -> torch.memory_format:

@@ -10,7 +10,7 @@ from test_gpu_conv import _channels_last, poison, relative_error
 from torch.nn import functional as F
 
 import fusedconv
-from fusedconv.functional import group_norm
+from fusedconv.functional import conv_transpose_act_norm, group_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -103,17 +103,81 @@ def test_float32_affine_on_half_input(layout):
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("dtype", FLOOR, ids=str)
-def test_large_mean(layout, dtype):
-    """Mean 1e4 and standard deviation 1: a difference of squares would lose everything."""
-    torch.manual_seed(0)
-    mean = 1e4 if dtype is torch.float32 else 64.0
-    x = (torch.randn(2, 64, 96, 96, device="cuda") + mean).to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_large_mean_in_16_bits(layout, dtype):
+    """Mean 64 and standard deviation 1: a difference of squares would lose everything."""
+    x = (torch.randn(2, 64, 96, 96, device="cuda") + 64.0).to(dtype)
     if layout == "nhwc":
         x = x.contiguous(memory_format=torch.channels_last)
     reference = F.group_norm(x.double(), 8)
     error = relative_error(group_norm(x, 8), reference)
     assert error <= 1.1 * relative_error(F.group_norm(x, 8), reference) + FLOOR[dtype]
+
+
+# (shape, groups, layout, kernels that serve it beside the two passes): groups from 16 elements to
+# millions, planes that no vector divides.
+LARGE_MEAN_CASES = [
+    ((64, 32, 4, 4), 32, "nchw", ONE_PASS),
+    ((64, 32, 4, 4), 32, "nhwc", []),
+    ((4, 64, 24, 24), 8, "nchw", ONE_PASS),
+    ((4, 64, 24, 24), 8, "nhwc", ["groupnorm_resident"]),
+    ((3, 6, 31, 33), 2, "nchw", ["groupnorm_resident"]),
+    ((3, 6, 31, 33), 2, "nhwc", []),
+    ((2, 64, 96, 96), 8, "nchw", ["groupnorm_streamed"]),
+    ((2, 64, 96, 96), 8, "nhwc", []),
+    ((1, 16, 700, 900), 2, "nchw", ["groupnorm_streamed"]),
+    ((1, 16, 700, 900), 2, "nhwc", []),
+]
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize(
+    ("shape", "groups", "layout", "kernel"),
+    [
+        (shape, groups, layout, kernel)
+        for shape, groups, layout, one_pass in LARGE_MEAN_CASES
+        for kernel in [*one_pass, "groupnorm_two_pass"]
+    ],
+    ids=str,
+)
+def test_large_mean(shape, groups, layout, kernel, mean, monkeypatch):
+    """Deviation 1: a mean in one float would be off by up to half a thousandth of it at 1e4."""
+    if kernel == "groupnorm_streamed" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the kernel needs compute capability 9.0")
+    monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
+    x = torch.randn(shape, device="cuda") + mean
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, shape[1], device="cuda")
+    for affine in ((None, None), (weight, bias)):
+        reference = F.group_norm(
+            x.double(), groups, *(None if t is None else t.double() for t in affine)
+        )
+        error = relative_error(group_norm(x, groups, *affine), reference)
+        eager_error = relative_error(F.group_norm(x, groups, *affine), reference)
+        assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("provider", ["cutlass_sm80", "cutlass_sm90"])
+@pytest.mark.parametrize(("channels", "groups"), [(64, 8), (20, 20)])
+def test_large_mean_behind_a_convolution(channels, groups, provider, layout, monkeypatch):
+    if provider == "cutlass_sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rows run on compute capability 9.0")
+    monkeypatch.setenv("FUSEDCONV_KERNEL", provider)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    x = torch.randn(2, 32, 61, 64, device="cuda")
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(32, channels, 3, 3, device="cuda") / (9 * 32) ** 0.5
+    bias = torch.full((channels,), 1e4, device="cuda")
+    actual = conv_transpose_act_norm(x, weight, bias, num_groups=groups, precision="fp32")
+    reference = F.group_norm(F.conv_transpose2d(x.double(), weight.double(), bias.double()), groups)
+    eager_error = relative_error(
+        F.group_norm(F.conv_transpose2d(x, weight, bias), groups), reference
+    )
+    error = relative_error(actual, reference)
+    assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

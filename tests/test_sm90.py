@@ -91,7 +91,7 @@ def test_scratch_is_about_the_output(row):
             continue
         size = 2 if row["math"] in (F16, BF16) else 4
         output = out * math.prod(n + kernel - 1 for n in spatial) * size
-        # Whole tiles, and eight bytes of moments for each 128 or 256 positions of a channel.
+        # Whole tiles, and twelve bytes of moments for each 128 or 256 positions of a channel.
         assert output <= p.scratch_bytes_per_sample <= 1.15 * output
 
 

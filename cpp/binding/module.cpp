@@ -105,6 +105,7 @@ py::dict row_dict(int index, conv::ConvRow const& row) {
   result["shared_bytes"] = row.shared_bytes;
   result["max_filter_extent"] = row.max_filter_extent;
   result["max_tensor_bytes"] = row.max_tensor_bytes;
+  result["teraflops"] = row.teraflops;
   return result;
 }
 
@@ -354,8 +355,9 @@ void bind_cuda(py::module_& m) {
           "sm90_convolution",
           [](Program& self, conv::sm90::Plan const& plan, groupnorm::Passes const& passes,
              std::array<int64_t, 5> const& strides, int activation, bool activates_output,
-             Operand input, Operand weight, Operand bias, Operand mean, Operand rstd,
-             Operand norm_weight, Operand norm_bias, Operand output, Operand conv_output) {
+             Operand input, Operand weight, Operand bias, Operand statistics, Operand mean,
+             Operand rstd, Operand norm_weight, Operand norm_bias, Operand output,
+             Operand conv_output) {
             self.sm90_convolution(plan,
                                   {.c = plan.problem.c,
                                    .k = plan.problem.k,
@@ -368,8 +370,7 @@ void bind_cuda(py::module_& m) {
                                   {.input = input,
                                    .weight = weight,
                                    .bias = bias,
-                                   .mean = mean,
-                                   .rstd = rstd,
+                                   .statistics = {statistics, mean, rstd},
                                    .norm_weight = norm_weight,
                                    .norm_bias = norm_bias,
                                    .output = output,
@@ -377,12 +378,17 @@ void bind_cuda(py::module_& m) {
           },
           py::arg("plan"), py::arg("passes"), py::kw_only(), py::arg("strides"),
           py::arg("activation"), py::arg("activates_output"), py::arg("input"), py::arg("weight"),
-          py::arg("bias"), py::arg("mean"), py::arg("rstd"), py::arg("norm_weight"),
-          py::arg("norm_bias"), py::arg("output"), py::arg("conv_output"))
-      .def("moments", &Program::moments, py::arg("passes"), py::kw_only(), py::arg("input"),
-           py::arg("mean"), py::arg("rstd"))
+          py::arg("bias"), py::arg("statistics"), py::arg("mean"), py::arg("rstd"),
+          py::arg("norm_weight"), py::arg("norm_bias"), py::arg("output"), py::arg("conv_output"))
+      .def("statistics_scratch", &Program::statistics_scratch, py::arg("groups"))
+      .def(
+          "moments",
+          [](Program& self, groupnorm::Passes const& passes, Operand input, Operand statistics,
+             Operand mean, Operand rstd) { self.moments(passes, input, {statistics, mean, rstd}); },
+          py::arg("passes"), py::kw_only(), py::arg("input"), py::arg("statistics"),
+          py::arg("mean"), py::arg("rstd"))
       .def("normalize", &Program::normalize, py::arg("passes"), py::kw_only(), py::arg("input"),
-           py::arg("mean"), py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("output"))
+           py::arg("statistics"), py::arg("weight"), py::arg("bias"), py::arg("output"))
       .def("normalize_resident", &Program::normalize_resident, py::arg("plan"), py::arg("passes"),
            py::kw_only(), py::arg("input"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
            py::arg("bias"), py::arg("output"))

@@ -59,6 +59,7 @@ struct ConvRow {
   int shared_bytes;
   int max_filter_extent;
   int64_t max_tensor_bytes;  // input, filter and output of one launch, each
+  int teraflops;             // per second, of a full H200 on a large problem with bias and GELU
   void (*launch)(ConvArguments const&, cudaStream_t);
   int64_t (*workspace_bytes)(ConvProblem const&);
 };

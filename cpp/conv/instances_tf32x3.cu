@@ -8,10 +8,10 @@ template <int kM, int kN, int kK>
 using Shape = cutlass::gemm::GemmShape<kM, kN, kK>;
 
 template <int kDimensions>
-using Rows =
-    InstanceList<Sm80Traits<Math::kTf32x3, kDimensions, Shape<64, 64, 16>, Shape<32, 32, 16>, 3>,
-                 Sm80Traits<Math::kTf32x3, kDimensions, Shape<128, 64, 16>, Shape<64, 32, 16>, 3>,
-                 Sm80Traits<Math::kTf32x3, kDimensions, Shape<128, 128, 16>, Shape<32, 64, 16>, 3>>;
+using Rows = InstanceList<
+    Sm80Traits<Math::kTf32x3, kDimensions, Shape<64, 64, 16>, Shape<32, 32, 16>, 3, 56>,
+    Sm80Traits<Math::kTf32x3, kDimensions, Shape<128, 64, 16>, Shape<64, 32, 16>, 3, 60>,
+    Sm80Traits<Math::kTf32x3, kDimensions, Shape<128, 128, 16>, Shape<32, 64, 16>, 3, 64>>;
 
 }  // namespace
 

@@ -13,9 +13,9 @@
 
 // How CUTLASS's 3xTF32 operator splits a float. Its own choice truncates the big part, which leaves
 // a small part of one sign and up to twice the size; the product small*small that 3xTF32 drops then
-// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size.
-// What is left below has 13 bits at most, of which the tensor core drops two. The operator offers no
-// parameter for this, so its converter is specialised.
+// biases every sum. Rounding the big part to nearest makes it zero-mean and a quarter of the size;
+// of the small part the tensor core drops a bit at most. The operator offers no parameter for this,
+// so its converter is specialised.
 template <>
 struct cutlass::NumericConverterFastF32<cutlass::FloatRoundStyle::round_toward_zero,
                                         cutlass::FloatRoundStyle::round_half_ulp_truncate> {
@@ -23,16 +23,34 @@ struct cutlass::NumericConverterFastF32<cutlass::FloatRoundStyle::round_toward_z
   using source_type = float;
 
   CUTLASS_DEVICE static result_type convert(float const& source) {
-    // Half a unit of TF32's last place added, the bits below dropped. A NaN may turn into zero
-    // here, and then survives in the small part.
-    uint32_t const big = (__float_as_uint(source) + 0x1000u) & 0xffffe000u;
-    float const small = source - __uint_as_float(big);
+    float const big = fusedconv::device::big_tf32(source);
     result_type result;
-    result[0] = cutlass::tfloat32_t::bitcast(big);
-    result[1] = cutlass::tfloat32_t::bitcast(__float_as_uint(small));
+    result[0] = cutlass::tfloat32_t::bitcast(__float_as_uint(big));
+    result[1] = cutlass::tfloat32_t::bitcast(__float_as_uint(source - big));
     return result;
   }
   CUTLASS_DEVICE result_type operator()(float const& source) const { return convert(source); }
+};
+
+// How CUTLASS's main loop rounds floats to TF32. Before compute capability 9.0 it prefers to round
+// ties away from zero.
+template <int kCount>
+struct cutlass::NumericArrayConverter<cutlass::tfloat32_t, float, kCount,
+                                      cutlass::FloatRoundStyle::round_half_ulp_truncate,
+                                      cutlass::transform::thread::UnaryTransform::Identity> {
+  using result_type = cutlass::Array<cutlass::tfloat32_t, kCount>;
+  using source_type = cutlass::Array<float, kCount>;
+
+  CUTLASS_DEVICE static result_type convert(source_type const& source) {
+    result_type result;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      float const rounded = fusedconv::device::round_to_tf32(source[i]);
+      result[i] = cutlass::tfloat32_t::bitcast(__float_as_uint(rounded));
+    }
+    return result;
+  }
+  CUTLASS_DEVICE result_type operator()(source_type const& source) const { return convert(source); }
 };
 
 // clang-format off: the device header uses the problem sizes without including them.
@@ -148,8 +166,9 @@ struct MathTraits<Math::kBF16> {
   static constexpr char const* kName = "bf16";
 };
 
-// The one place where a kernel's compile-time choices stand.
-template <Math kMath_, int kDimensions_, class Tile_, class Warp_, int kStages_>
+// The one place where a kernel's compile-time choices stand, and the rate by which it is chosen
+// (ConvRow::teraflops).
+template <Math kMath_, int kDimensions_, class Tile_, class Warp_, int kStages_, int kTeraflops_>
 struct Sm80Traits {
   using MathOf = MathTraits<kMath_>;
   using Tile = Tile_;
@@ -159,6 +178,7 @@ struct Sm80Traits {
   static constexpr Math kMath = kMath_;
   static constexpr int kDimensions = kDimensions_;
   static constexpr int kStages = kStages_;
+  static constexpr int kTeraflops = kTeraflops_;
   // Every access is 16 bytes.
   static constexpr int kAlignment = 128 / cutlass::sizeof_bits<Element>::value;
 
@@ -166,6 +186,7 @@ struct Sm80Traits {
   static_assert(Tile::kK == Warp::kK, "slices of K per warp would need a reduction");
   static_assert(Tile::kM % Warp::kM == 0 && Tile::kN % Warp::kN == 0, "warps tile the block");
   static_assert(kStages >= 3, "cp.async needs a multistage mainloop");
+  static_assert(kTeraflops > 0, "a row without a rate cannot be chosen");
 
   using Epilogue = BiasActivation<ElementOutput, 128 / cutlass::sizeof_bits<ElementOutput>::value>;
   using Layout = std::conditional_t<kDimensions == 2, cutlass::layout::TensorNHWC,
@@ -285,6 +306,7 @@ struct Sm80Traits {
         .shared_bytes = int(sizeof(typename Kernel::SharedStorage)),
         .max_filter_extent = 32,  // one bit of a 32-bit predicate mask per filter position
         .max_tensor_bytes = (int64_t(1) << 31) - 1,
+        .teraflops = kTeraflops,
         .launch = &launch,
         .workspace_bytes = &workspace_bytes,
     };

@@ -93,7 +93,7 @@ struct Arguments {
   // In the order of the kernel's accumulators (output_bytes() of them), for unpack(): its stores are whole
   // lines whatever the tensor's layout and row length.
   void* output = nullptr;
-  float2* partials = nullptr;  // [N, stat_tiles, K]: mean and sum of squared deviations; or null
+  groupnorm::Partial* partials = nullptr;  // [N, stat_tiles, K]; or null
   int multiprocessors = 0;
 };
 
@@ -102,7 +102,7 @@ constexpr int64_t output_bytes(ConvProblem const& p, Schedule const& s, Math mat
   return int64_t(s.stat_tiles) * s.block_n * round_up(p.k, kBlockM) * element_bytes(math);
 }
 constexpr int64_t partial_bytes(ConvProblem const& p, Schedule const& s) {
-  return int64_t(s.stat_tiles) * p.k * int64_t(sizeof(float2));
+  return int64_t(s.stat_tiles) * p.k * int64_t(sizeof(groupnorm::Partial));
 }
 
 // A transposed convolution's weight [C, K, T, R, S]: strides in elements.
@@ -115,9 +115,10 @@ struct FilterSource {
 void pack_filter(FilterSource const& source, ConvProblem const& problem, Schedule const& schedule,
                  Math math, Sharing sharing, void const* weight, void* filter, cudaStream_t stream);
 
-// Partial moments to mean and reciprocal deviation [N, groups], merged in a fixed order.
+// Partial moments to statistics [N, groups], merged in a fixed order.
 void merge_moments(ConvProblem const& problem, Schedule const& schedule, int groups, double eps,
-                   float2 const* partials, float* mean, float* rstd, cudaStream_t stream);
+                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream);
 
 // The convolution's output to normalised output of a dense layout, and, where conv_output is given, to
 // itself in that layout. Channels-last output takes 16-byte stores where rows allow them.
@@ -127,8 +128,7 @@ struct UnpackTensors {
   void* conv_output = nullptr;  // or null
   void const* weight = nullptr;
   void const* bias = nullptr;
-  float* mean = nullptr;  // null: no normalisation
-  float* rstd = nullptr;
+  groupnorm::Statistics const* statistics = nullptr;  // null: no normalisation
 };
 void unpack(ConvProblem const& problem, Schedule const& schedule, groupnorm::Passes const& passes,
             UnpackTensors const& tensors, cudaStream_t stream);

@@ -61,7 +61,7 @@ struct Params {
   unsigned char const* filter;
   void const* bias;
   void* output;
-  float2* partials;
+  groupnorm::Partial* partials;
   int64_t input_sample;    // elements of a sample
   int64_t channel_stride;  // of the input, elements
   int pixel_stride;
@@ -196,42 +196,26 @@ __device__ __forceinline__ void locate(Params const& p, int column0, int positio
   }
 }
 
-// The tensor core drops the bits below TF32's: half a unit more makes that rounding to nearest, ties away
-// from zero, as cuDNN rounds. Infinity and NaN stay.
-__device__ __forceinline__ uint32_t with_half_unit(float value) {
-  uint32_t result = __float_as_uint(value);
-  asm("{\n"
-      ".reg .pred p;\n"
-      ".reg .f32 magnitude;\n"
-      "abs.f32 magnitude, %1;\n"
-      "setp.lt.f32 p, magnitude, 0f7F800000;\n"
-      "@p add.u32 %0, %0, 0x1000;\n"
-      "}"
-      : "+r"(result)
-      : "f"(value));
-  return result;
-}
-
-// Stages one 16-byte piece of a position: four floats, rounded, or split in two.
-template <Math kMath>
+// Stages one 16-byte piece of a position: four floats, rounded, or split in two. Tensor copies have
+// rounded already where that is the mode.
+template <Math kMath, bool kLanded>
 __device__ __forceinline__ void stage(bool present, uint32_t target, uint32_t small_offset,
                                       float const (&v)[4]) {
-  uint32_t big[4];
+  float big[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (kMath == Math::kTf32x3) {
-      // Rounded, the bits below dropped; what is left has 13 bits, of which the tensor core takes 11. A NaN may
-      // turn into zero here, and then survives in the small part.
-      big[i] = (__float_as_uint(v[i]) + 0x1000u) & 0xffffe000u;
+      big[i] = device::big_tf32(v[i]);
     } else {
-      big[i] = with_half_unit(v[i]);
+      big[i] = kLanded ? v[i] : device::round_to_tf32(v[i]);
     }
   }
-  store_shared(present, target, big[0], big[1], big[2], big[3]);
+  store_shared(present, target, __float_as_uint(big[0]), __float_as_uint(big[1]),
+               __float_as_uint(big[2]), __float_as_uint(big[3]));
   if constexpr (kMath == Math::kTf32x3) {
     uint32_t small[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) small[i] = with_half_unit(v[i] - __uint_as_float(big[i]));
+    for (int i = 0; i < 4; ++i) small[i] = __float_as_uint(device::round_to_tf32(v[i] - big[i]));
     store_shared(present, target + small_offset, small[0], small[1], small[2], small[3]);
   }
 }
@@ -271,7 +255,7 @@ __device__ __forceinline__ void gather_elements(Params const& p,
         if constexpr (sizeof(T) == 4) {
           float const(&v)[8] = values[i];
           float const piece[4] = {v[half * 4], v[half * 4 + 1], v[half * 4 + 2], v[half * 4 + 3]};
-          stage<kMath>(present, address, small, piece);
+          stage<kMath, false>(present, address, small, piece);
         } else {
           device::Pack<T, 8> piece;
 #pragma unroll
@@ -374,8 +358,8 @@ struct Turn {
     }
   }
 
-  // From the landing zone to the order of the tensor core, rounded where that is the mode. All loads of a
-  // round come before its stores; positions behind the last one load what that one does.
+  // From the landing zone to the order of the tensor core, split where that is the mode. All loads
+  // of a round come before its stores; positions behind the last one load what that one does.
   // `ready` is called between the first loads and the first stores.
   template <class Ready>
   __device__ __forceinline__ void turn(Params const& p, int landing_offset, uint32_t target,
@@ -401,7 +385,7 @@ struct Turn {
           if constexpr (element_bytes(kMath) == 4) {
             float const piece[4] = {__uint_as_float(values[i].x), __uint_as_float(values[i].y),
                                     __uint_as_float(values[i].z), __uint_as_float(values[i].w)};
-            stage<kMath>(present, address, small, piece);
+            stage<kMath, true>(present, address, small, piece);
           } else {
             store_shared(present, address, values[i].x, values[i].y, values[i].z, values[i].w);
           }
@@ -460,7 +444,7 @@ struct Turn {
                                       __uint_as_float(values[i][half * 4 + 1]),
                                       __uint_as_float(values[i][half * 4 + 2]),
                                       __uint_as_float(values[i][half * 4 + 3])};
-              stage<kMath>(present, address + half * plane, small, piece);
+              stage<kMath, true>(present, address + half * plane, small, piece);
             }
           }
         }
@@ -645,8 +629,7 @@ __device__ __forceinline__ void activate_piece(Activation activation, float (&v)
   }
 }
 
-// Sums about a shift that is one of the values, so that a large mean costs no precision: the shift is off
-// the mean by no more than the root of the count times the deviation.
+// Sums about a shift that is one of the values, so that a large mean costs no precision.
 struct ShiftedMoments {
   float shift = 0.0f, sum = 0.0f, squares = 0.0f;
   __device__ __forceinline__ void add(float value) {
@@ -655,9 +638,8 @@ struct ShiftedMoments {
     squares = fmaf(difference, difference, squares);
   }
   __device__ __forceinline__ device::Moments moments(int count) const {
-    if (count == 0) return {};
-    float const share = sum / float(count);
-    return {float(count), shift + share, fmaxf(0.0f, fmaf(-sum, share, squares))};
+    return count == 0 ? device::Moments{}
+                      : device::shifted_moments(float(count), shift, sum, squares);
   }
 };
 
@@ -762,9 +744,9 @@ __device__ __forceinline__ void finish_tile(Params const& p, float const (&accum
     total1.merge(total1.shuffled_down(offset));
   }
   if (lane % 4 == 0) {
-    float2* const target = p.partials + stat_tile * p.out_channels;
-    if (keep0) target[row] = make_float2(total0.mean, total0.m2);
-    if (keep1) target[row + 8] = make_float2(total1.mean, total1.m2);
+    groupnorm::Partial* const target = p.partials + stat_tile * p.out_channels;
+    if (keep0) target[row] = total0.partial();
+    if (keep1) target[row + 8] = total1.partial();
   }
 }
 
@@ -1014,7 +996,8 @@ inline Params params_of(Arguments const& a, Sharing sharing) {
   return p;
 }
 
-// The input as a tensor of five axes, for copies of one line of a chunk of channels.
+// The input as a tensor of five axes, for copies of one line of a chunk of channels; rounded to
+// TF32 on the way where that is the mode.
 CUtensorMap input_map(Arguments const& a, Math math);
 
 inline std::string name_of(Math math, Sharing sharing) {

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(256)
         filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;
     if constexpr (sizeof(T) == 4) {
       if constexpr (kParts == 2) {
-        float const big = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
+        float const big = device::big_tf32(value);
         target[0] = big;
         target[p.stage_elements] = device::round_to_tf32(value - big);
       } else {
@@ -91,8 +91,8 @@ __device__ __forceinline__ int valid_before(Line const& line, int width, int pos
 
 // One block per sample and group merges its tiles' channels.
 __global__ void __launch_bounds__(256)
-    merge_moments_kernel(MergeParams const p, float2 const* __restrict__ partials,
-                         float* __restrict__ mean, float* __restrict__ rstd) {
+    merge_moments_kernel(MergeParams const p, groupnorm::Partial const* __restrict__ partials,
+                         groupnorm::StatisticsTargets targets) {
   Line const& line = p.line;
   int const sample = int(blockIdx.x) / p.groups;
   int const first = int(blockIdx.x) % p.groups * p.channels_per_group.divisor;
@@ -101,19 +101,18 @@ __global__ void __launch_bounds__(256)
   for (int i = threadIdx.x; i < count; i += 256) {
     int tile, channel;
     p.channels_per_group(tile, channel, i);
-    float2 const partial =
+    groupnorm::Partial const partial =
         partials[(int64_t(sample) * line.stat_tiles + tile) * p.channels + first + channel];
     int const strip = tile / line.strip_stat_tiles;
     int const begin = (tile - strip * line.strip_stat_tiles) * line.block_n;
     int const width = min(line.strip_width, line.q - strip * line.strip_width);
     int const valid =
         valid_before(line, width, begin + line.block_n) - valid_before(line, width, begin);
-    running.merge({float(valid), partial.x, partial.y});
+    running.merge(device::Moments::of(float(valid), partial));
   }
   device::Moments const total = device::merge_block<256>(running);
   if (threadIdx.x == 0) {
-    mean[blockIdx.x] = total.mean;
-    rstd[blockIdx.x] = device::reciprocal_deviation(total, p.eps);
+    device::store(targets, blockIdx.x, device::statistics_of(total, p.eps));
   }
 }
 
@@ -139,8 +138,10 @@ CUtensorMap input_map(Arguments const& a, Math math) {
   ConvProblem const& c = a.problem;
   Schedule const& s = a.schedule;
   cuuint64_t const bytes = element_bytes(math);
+  // Copies of type TFLOAT32 round to nearest, ties to even, and make denormal numbers zero.
   CUtensorMapDataType const type = math == Math::kF16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : math == Math::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                   : math == Math::kTf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   bool const first = a.layout == Layout::kChannelsFirst;
   auto const channels = cuuint64_t(c.c), batch = cuuint64_t(c.n);
@@ -199,14 +200,15 @@ void pack_filter(FilterSource const& source, ConvProblem const& c, Schedule cons
 }
 
 void merge_moments(ConvProblem const& c, Schedule const& s, int groups, double eps,
-                   float2 const* partials, float* mean, float* rstd, cudaStream_t stream) {
+                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream) {
   MergeParams const p{.line = Line::of(c, s),
                       .channels_per_group = cutlass::FastDivmod(c.k / groups),
                       .channels = c.k,
                       .groups = groups,
                       .eps = float(eps)};
   dim3 const grid = device::checked_grid("sm90 merge_moments", int64_t(c.n) * groups);
-  merge_moments_kernel<<<grid, 256, 0, stream>>>(p, partials, mean, rstd);
+  merge_moments_kernel<<<grid, 256, 0, stream>>>(p, partials, targets);
   FUSEDCONV_CUDA("sm90 merge_moments", cudaGetLastError());
 }
 

@@ -1,4 +1,4 @@
-// TF32 rows: float32 tensors, operands rounded to TF32 where they are staged.
+// TF32 rows: float32 tensors, operands rounded to TF32 on their way to shared memory.
 #include "conv/sm90_kernel.hpp"
 
 namespace fusedconv::conv::sm90 {

@@ -196,10 +196,7 @@ void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& pa
   bool const first = passes.output_layout == Layout::kChannelsFirst;
   Params p{};
   p.line = Line::of(c, s);
-  p.affine = groupnorm::affine_of(norm, GroupNormTensors{.weight = tensors.weight,
-                                                         .bias = tensors.bias,
-                                                         .mean = tensors.mean,
-                                                         .rstd = tensors.rstd});
+  p.affine = groupnorm::affine_of(norm, tensors.weight, tensors.bias, tensors.statistics);
   p.pixels = int64_t(c.z) * c.p * c.q;
   p.channels = c.k;
   p.blocks_64 = int(ceil_div(c.k, kBlockM));

@@ -61,12 +61,27 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
-// Nearest, ties away from zero: what cuDNN's TF32 convolutions do to both operands. The tensor
-// core itself only drops the low bits.
+// Nearest, ties to even: what cuDNN's TF32 convolutions do to both operands. The tensor core itself
+// only drops the low bits.
 __device__ __forceinline__ float round_to_tf32(float value) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return __uint_as_float(bits);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint32_t rounded;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return __uint_as_float(rounded);
+#else
+  // A carry into the exponent is right: the largest values become infinity, which has no bits that
+  // carry. What is left of a NaN might be infinity or zero.
+  uint32_t const bits = __float_as_uint(value);
+  uint32_t const rounded = (bits + 0xfffu + (bits >> 13 & 1u)) & 0xffffe000u;
+  return __uint_as_float(value == value ? rounded : 0x7fffffffu);
+#endif
+}
+
+// The big part of a float for 3xTF32: to nearest, so that what is left has either sign and 12 bits
+// at most. How ties go does not matter: the small part makes up for it. A NaN may turn into zero
+// here, and then survives in the small part.
+__device__ __forceinline__ float big_tf32(float value) {
+  return __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
 }
 
 // kCount elements moved by accesses as wide as they are together, 16 bytes at most. Going through

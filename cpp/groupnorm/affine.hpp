@@ -5,6 +5,7 @@
 
 #include "cuda/math.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/statistics.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -19,8 +20,7 @@ __device__ __forceinline__ float before(Activation activation, float x) {
 }
 
 struct Affine {
-  float const* mean;  // null: no normalisation
-  float const* rstd;
+  Statistics const* statistics;  // by sample and group; null: no normalisation
   void const* weight;
   void const* bias;
   DType dtype;
@@ -32,28 +32,30 @@ struct Affine {
 };
 
 // y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
-// a large mean costs no precision.
+// a large mean costs no precision; its low part is in the shift.
 struct ChannelAffine {
   float mean = 0.0f;
   float scale = 1.0f;
   float shift = 0.0f;
 
+  __device__ __forceinline__ static ChannelAffine of(Statistics const& group, float weight,
+                                                     float bias) {
+    float const scale = group.rstd * weight;
+    return {group.mean, scale, fmaf(-group.low, scale, bias)};
+  }
+
+  __device__ __forceinline__ static ChannelAffine of(Affine const& affine, Statistics const& group,
+                                                     int channel) {
+    return of(group,
+              affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
+              affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f);
+  }
+
   __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
                                                      int channel) {
-    ChannelAffine result;
-    if (channel >= affine.channels) return result;
-    if (affine.mean != nullptr) {
-      int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
-      result.mean = affine.mean[group];
-      result.scale = affine.rstd[group];
-      if (affine.weight != nullptr) {
-        result.scale *= device::load_as_float(affine.weight, channel, affine.dtype);
-      }
-      if (affine.bias != nullptr) {
-        result.shift = device::load_as_float(affine.bias, channel, affine.dtype);
-      }
-    }
-    return result;
+    if (channel >= affine.channels || affine.statistics == nullptr) return {};
+    int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
+    return of(affine, affine.statistics[group], channel);
   }
 };
 
@@ -65,11 +67,11 @@ __device__ __forceinline__ float normalized(float x, ChannelAffine const& channe
   return before<kActivate>(affine.activation_after, x);
 }
 
-inline Affine affine_of(GroupNormProblem const& p, GroupNormTensors const& tensors) {
-  return Affine{.mean = tensors.mean,
-                .rstd = tensors.rstd,
-                .weight = tensors.weight,
-                .bias = tensors.bias,
+inline Affine affine_of(GroupNormProblem const& p, void const* weight, void const* bias,
+                        Statistics const* statistics) {
+  return Affine{.statistics = statistics,
+                .weight = weight,
+                .bias = bias,
                 .dtype = p.affine_dtype,
                 .channels = int(p.channels),
                 .groups = int(p.groups),

@@ -32,7 +32,7 @@ __device__ __forceinline__ float2 block_sum(float2 value) {
 // Channels first. Block (split, plane): partial sums of g and g xhat, [plane, split].
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
-    sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, Affine affine,
+    sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 // Channels last. Block (row block, slab) of a sample: partial sums [sample, row block, channel].
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
-    sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, Affine affine,
+    sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
   extern __shared__ float2 shared_sums[];  // [lanes][columns * kVector]
@@ -130,8 +130,9 @@ __global__ void __launch_bounds__(kThreads)
 // One block per (sample, group): channel sums [sample, channel] and the group's terms. Partials of a
 // channel are `count` apart by `stride`.
 __global__ void __launch_bounds__(kThreads)
-    merge_sums(float2 const* __restrict__ partials, Affine affine, int count, bool channels_last,
-               float elements, float2* __restrict__ sums, GroupTerms* __restrict__ terms) {
+    merge_sums(float2 const* __restrict__ partials, GradientAffine affine, int count,
+               bool channels_last, float elements, float2* __restrict__ sums,
+               GroupTerms* __restrict__ terms) {
   int const sample = int(blockIdx.x / unsigned(affine.groups));
   int const group = int(blockIdx.x % unsigned(affine.groups));
   int const warp = threadIdx.x / 32;
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
-                   Affine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
+                   GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                    int64_t split_size, int splits) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int const sample = plane / affine.channels;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
-                 Affine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
+                 GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map) {
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -267,9 +268,9 @@ int64_t partial_count(GroupNormProblem const& p) {
   return p.batch * p.channels * int64_t(split_of(p).count);
 }
 
-void launch_merge(GroupNormProblem const& p, GradientTensors const& tensors, Affine const& affine,
-                  float2 const* partials, int count, float2* sums, GroupTerms* terms,
-                  cudaStream_t stream) {
+void launch_merge(GroupNormProblem const& p, GradientTensors const& tensors,
+                  GradientAffine const& affine, float2 const* partials, int count, float2* sums,
+                  GroupTerms* terms, cudaStream_t stream) {
   bool const last = p.layout == Layout::kChannelsLast;
   merge_sums<<<device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0, stream>>>(
       partials, affine, count, last, float(p.group_size()), sums, terms);
@@ -283,8 +284,8 @@ void launch_merge(GroupNormProblem const& p, GradientTensors const& tensors, Aff
 
 template <class T, bool kActivate>
 void launch_gradients(GroupNormProblem const& p, GradientTensors const& tensors,
-                      Affine const& affine, float2* partials, float2* sums, GroupTerms* terms,
-                      cudaStream_t stream) {
+                      GradientAffine const& affine, float2* partials, float2* sums,
+                      GroupTerms* terms, cudaStream_t stream) {
   auto const* x = static_cast<T const*>(tensors.input);
   auto const* g = static_cast<T const*>(tensors.grad_output);
   auto* output = static_cast<T*>(tensors.grad_input);
@@ -379,11 +380,7 @@ void gradients(GroupNormProblem const& p, GradientTensors const& tensors, void* 
   auto* const terms = reinterpret_cast<GroupTerms*>(sums + p.batch * p.channels);
   auto* const words = reinterpret_cast<uint64_t*>(terms + p.batch * p.groups);
   auto* const partials = reinterpret_cast<float2*>(words + (streamed ? plan.words : 0));
-  GroupNormTensors const forward{.weight = tensors.weight,
-                                 .bias = tensors.bias,
-                                 .mean = const_cast<float*>(tensors.mean),
-                                 .rstd = const_cast<float*>(tensors.rstd)};
-  Affine const affine = affine_of(p, forward);
+  GradientAffine const affine = gradient_affine_of(p, tensors);
   if (streamed) {
     streamed_gradients(plan, p, tensors, partials, words, stream);
     if (tensors.grad_weight != nullptr || tensors.grad_bias != nullptr) {

@@ -5,6 +5,7 @@
 
 #include "cuda/math.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/backward.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -31,6 +32,17 @@ static __device__ __noinline__ float slope_by_call(Activation activation, float 
   return 1.0f;
 }
 
+// With the forward pass's statistics as it saved them, [batch, groups] each.
+struct GradientAffine : Affine {
+  float const* mean;
+  float const* rstd;
+};
+
+inline GradientAffine gradient_affine_of(GroupNormProblem const& p,
+                                         GradientTensors const& tensors) {
+  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd};
+}
+
 // One channel of one sample.
 struct Channel {
   float mean;
@@ -38,7 +50,8 @@ struct Channel {
   float weight;
   float bias;
 
-  __device__ __forceinline__ static Channel of(Affine const& affine, int64_t sample, int channel) {
+  __device__ __forceinline__ static Channel of(GradientAffine const& affine, int64_t sample,
+                                               int channel) {
     int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
     return {affine.mean[group], affine.rstd[group],
             affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,

@@ -23,7 +23,7 @@ constexpr int kLoads = 4;  // 16-byte loads in flight per thread
 // 3. Merge over the block; partial [group, split].
 template <class T, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
-    moments_channels_first(T const* __restrict__ input, float2* __restrict__ partials,
+    moments_channels_first(T const* __restrict__ input, Partial* __restrict__ partials,
                            int64_t group_size, int64_t split_size, int splits,
                            Activation activation) {
   constexpr int kVector = 16 / sizeof(T);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
     T const value = source[i < head ? i : tail + (i - head)];
     float const x = before<kActivate>(activation, device::to_float(value));
-    running.merge({1.0f, x, 0.0f});
+    running.merge({1.0f, x, 0.0f, 0.0f});
   }
   int64_t i = threadIdx.x;
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
       values[j] =
           before<kActivate>(activation, device::to_float(loaded[j / kVector].values[j % kVector]));
     }
-    running.merge(device::moments_of(values));
+    running.add(values);
   }
   for (; i < vectors; i += kThreads) {
     auto const loaded = Pack<T, kVector>::load(body + i * kVector);
@@ -66,34 +66,26 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kVector; ++j) {
       values[j] = before<kActivate>(activation, device::to_float(loaded.values[j]));
     }
-    running.merge(device::moments_of(values));
+    running.add(values);
   }
   Moments const total = device::merge_block<kThreads>(running);
-  if (threadIdx.x == 0) partials[group * splits + split] = make_float2(total.mean, total.m2);
-}
-
-__device__ __forceinline__ void store_moments(Moments const& total, int64_t group, float eps,
-                                              float* mean, float* rstd) {
-  mean[group] = total.mean;
-  rstd[group] = device::reciprocal_deviation(total, eps);
+  if (threadIdx.x == 0) partials[group * splits + split] = total.partial();
 }
 
 // One warp per group merges its splits.
 __global__ void __launch_bounds__(kThreads)
-    finalize_channels_first(float2 const* __restrict__ partials, float* __restrict__ mean,
-                            float* __restrict__ rstd, int64_t groups, int64_t group_size,
-                            int64_t split_size, int splits, float eps) {
+    finalize_channels_first(Partial const* __restrict__ partials, StatisticsTargets targets,
+                            int64_t groups, int64_t group_size, int64_t split_size, int splits,
+                            float eps) {
   int64_t const group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (group >= groups) return;
   Moments total;
   for (int split = threadIdx.x % 32; split < splits; split += 32) {
-    float2 const partial = partials[group * splits + split];
     float const count = float(min(split_size, group_size - split * split_size));
-    total.merge({count, partial.x, partial.y});
+    total.merge(Moments::of(count, partials[group * splits + split]));
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) total.merge(total.shuffled_down(offset));
-  if (threadIdx.x % 32 == 0) store_moments(total, group, eps, mean, rstd);
+  total = device::merge_warp(total);
+  if (threadIdx.x % 32 == 0) device::store(targets, group, device::statistics_of(total, eps));
 }
 
 // ---- moments, channels last --------------------------------------------------------------------
@@ -103,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
 // 2. Merge over the lanes in a tree; partial [sample, row block, channel].
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
-    moments_channels_last(T const* __restrict__ input, float2* __restrict__ partials,
+    moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                           RowMap map, Activation activation) {
   extern __shared__ Moments shared[];  // [lanes][columns * kVector]
@@ -133,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int j = 0; j < kLoads; ++j) {
           values[j] = before<kActivate>(activation, device::to_float(loaded[j].values[v]));
         }
-        running[v].merge(device::moments_of(values), weight);
+        running[v].add(values, weight);
       }
     }
     for (; row < end; row += map.lanes) {
@@ -141,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const x = before<kActivate>(activation, device::to_float(loaded.values[v]));
-        running[v].merge({1.0f, x, 0.0f});
+        running[v].merge({1.0f, x, 0.0f, 0.0f});
       }
     }
   }
@@ -162,29 +154,27 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const base = (sample * row_blocks + row_block) * row_channels;
   int64_t const slab = int64_t(blockIdx.y) * width;
   for (int i = threadIdx.x; i < width; i += kThreads) {
-    if (slab + i < row_channels)
-      partials[base + slab + i] = make_float2(shared[i].mean, shared[i].m2);
+    if (slab + i < row_channels) partials[base + slab + i] = shared[i].partial();
   }
 }
 
 // One block per group merges row blocks and the group's channels.
 __global__ void __launch_bounds__(kThreads)
-    finalize_channels_last(float2 const* __restrict__ partials, float* __restrict__ mean,
-                           float* __restrict__ rstd, int groups, int channels_per_group,
-                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
-                           float eps) {
+    finalize_channels_last(Partial const* __restrict__ partials, StatisticsTargets targets,
+                           int groups, int channels_per_group, int64_t row_channels, int64_t pixels,
+                           int64_t block_rows, int row_blocks, float eps) {
   int64_t const sample = blockIdx.x / groups;
   int const first_channel = int(blockIdx.x % groups) * channels_per_group;
   Moments running;
   for (int i = threadIdx.x; i < row_blocks * channels_per_group; i += kThreads) {
     int64_t const row_block = i / channels_per_group;
     int const channel = first_channel + i % channels_per_group;
-    float2 const partial = partials[(sample * row_blocks + row_block) * row_channels + channel];
     float const count = float(min(block_rows, pixels - row_block * block_rows));
-    running.merge({count, partial.x, partial.y});
+    running.merge(
+        Moments::of(count, partials[(sample * row_blocks + row_block) * row_channels + channel]));
   }
   Moments const total = device::merge_block<kThreads>(running);
-  if (threadIdx.x == 0) store_moments(total, blockIdx.x, eps, mean, rstd);
+  if (threadIdx.x == 0) device::store(targets, blockIdx.x, device::statistics_of(total, eps));
 }
 
 // ---- normalisation -----------------------------------------------------------------------------
@@ -398,10 +388,10 @@ void dispatch_last_vector(int vector, F&& body) {
 }
 
 template <class T>
-void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float2* partials,
-                    cudaStream_t stream) {
+void launch_moments(Passes const& passes, void const* tensor, StatisticsTargets const& targets,
+                    Partial* partials, cudaStream_t stream) {
   GroupNormProblem const& p = passes.problem;
-  auto const* input = static_cast<T const*>(tensors.input);
+  auto const* input = static_cast<T const*>(tensor);
   bool const activate = p.activation_before != Activation::kIdentity;
   int64_t const groups = p.batch * p.groups;
   float const eps = float(p.eps);
@@ -416,7 +406,7 @@ void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float
     dim3 const blocks =
         device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
     finalize_channels_first<<<blocks, kThreads, 0, stream>>>(
-        partials, tensors.mean, tensors.rstd, groups, p.group_size(), split.size, split.count, eps);
+        partials, targets, groups, p.group_size(), split.size, split.count, eps);
     FUSEDCONV_CUDA("finalize_channels_first", cudaGetLastError());
     return;
   }
@@ -435,8 +425,8 @@ void launch_moments(Passes const& passes, GroupNormTensors const& tensors, float
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
   dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
   finalize_channels_last<<<blocks, kThreads, 0, stream>>>(
-      partials, tensors.mean, tensors.rstd, int(p.groups), int(p.channels_per_group()),
-      passes.row_channels, p.pixels, split.size, split.count, eps);
+      partials, targets, int(p.groups), int(p.channels_per_group()), passes.row_channels, p.pixels,
+      split.size, split.count, eps);
   FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
 }
 
@@ -512,26 +502,28 @@ int64_t moments_workspace_bytes(Passes const& passes, int64_t samples) {
   int64_t const partials = p.layout == Layout::kChannelsFirst
                                ? p.groups * split_run(p.group_size(), bytes, 16 / bytes).count
                                : passes.row_channels * split_rows(passes).count;
-  return samples * partials * int64_t(sizeof(float2));
+  return samples * partials * int64_t(sizeof(Partial));
 }
 
-void moments(Passes const& passes, GroupNormTensors const& tensors, void* workspace,
-             cudaStream_t stream) {
+void moments(Passes const& passes, void const* input, StatisticsTargets const& targets,
+             void* workspace, cudaStream_t stream) {
   check(passes);
   if (passes.problem.batch == 0) return;
   device::dispatch_type(passes.problem.dtype, [&](auto zero) {
-    launch_moments<decltype(zero)>(passes, tensors, static_cast<float2*>(workspace), stream);
+    launch_moments<decltype(zero)>(passes, input, targets, static_cast<Partial*>(workspace),
+                                   stream);
   });
 }
 
-void normalize(Passes const& passes, GroupNormTensors const& tensors, cudaStream_t stream) {
+void normalize(Passes const& passes, GroupNormTensors const& tensors, Statistics const* statistics,
+               cudaStream_t stream) {
   check(passes);
   GroupNormProblem const& p = passes.problem;
   FUSEDCONV_CHECK(
       p.layout == Layout::kChannelsLast || passes.output_layout == Layout::kChannelsFirst,
       "normalize: channels-first input with channels-last output");
   if (p.batch == 0 || p.pixels == 0) return;
-  Affine const affine = affine_of(p, tensors);
+  Affine const affine = affine_of(p, tensors.weight, tensors.bias, statistics);
   bool const activate =
       p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
   device::dispatch_type(p.dtype, [&](auto zero) {

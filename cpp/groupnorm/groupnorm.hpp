@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/statistics.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -21,14 +22,15 @@ struct Passes {
 // Bytes of scratch that moments() needs for `samples` samples.
 int64_t moments_workspace_bytes(Passes const& passes, int64_t samples);
 
-// Fills tensors.mean and tensors.rstd [batch, groups] from tensors.input. Deterministic: partial
-// moments are merged in a fixed order.
-void moments(Passes const& passes, GroupNormTensors const& tensors, void* workspace,
-             cudaStream_t stream);
+// Fills the targets, [batch, groups] each, from the input. Deterministic: partial moments are
+// merged in a fixed order.
+void moments(Passes const& passes, void const* input, StatisticsTargets const& targets,
+             void* workspace, cudaStream_t stream);
 
-// Fills tensors.output from input, mean, rstd, weight and bias. Channels-first to channels-first,
-// channels-last to either layout. Null mean and rstd mean no normalisation: only the activations
-// and the change of layout and type.
-void normalize(Passes const& passes, GroupNormTensors const& tensors, cudaStream_t stream);
+// Fills tensors.output from input, weight, bias and what moments() found. Channels-first to
+// channels-first, channels-last to either layout. Null statistics mean no normalisation: only the
+// activations and the change of layout and type.
+void normalize(Passes const& passes, GroupNormTensors const& tensors, Statistics const* statistics,
+               cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

@@ -1,14 +1,37 @@
 // Count, mean and sum of squared deviations, merged without ever subtracting large squares.
 #pragma once
 
+#include <cstdint>
+
+#include "groupnorm/statistics.hpp"
+
 namespace fusedconv::device {
 
-// The moments of a set of values. Two sets merge by the pairwise formula of Chan, Golub and LeVeque
-// (1983, "Algorithms for computing the sample variance"), which stays exact for large means.
+// A sum as a float, and what rounding took from it: exactly (Knuth's TwoSum), or where |a| < |b| to
+// a rounding of b in half the operations (Dekker's FastTwoSum).
+__device__ __forceinline__ float2 two_sum(float a, float b) {
+  float const sum = a + b;
+  float const added = sum - a;
+  return {sum, (a - (sum - added)) + (b - added)};
+}
+__device__ __forceinline__ float2 fast_two_sum(float a, float b) {
+  float const sum = a + b;
+  return {sum, b - (sum - a)};
+}
+
+// The moments of a set of values; their mean is mean + low. Two sets merge by the pairwise formula
+// of Chan, Golub and LeVeque (1983, "Algorithms for computing the sample variance"), which stays
+// exact for large means.
 struct Moments {
   float count = 0.0f;
   float mean = 0.0f;
+  float low = 0.0f;
   float m2 = 0.0f;
+
+  __device__ __forceinline__ static Moments of(float count, groupnorm::Partial const& part) {
+    return {count, part.mean, part.low, part.m2};
+  }
+  __device__ __forceinline__ groupnorm::Partial partial() const { return {mean, low, m2}; }
 
   __device__ __forceinline__ void merge(Moments const& other) {
     if (other.count > 0.0f) merge(other, weight_of(count, other.count));
@@ -22,17 +45,65 @@ struct Moments {
 
   // With weight_of() the two counts, where several merges share it.
   __device__ __forceinline__ void merge(Moments const& other, float weight) {
-    float const delta = other.mean - mean;
-    m2 += fmaf(delta * delta, count * weight, other.m2);
-    mean = fmaf(delta, weight, mean);
+    float const high_delta = other.mean - mean;
+    float const low_delta = other.low - low;
+    float const delta = high_delta + low_delta;
+    m2 += fmaf(delta, delta * (count * weight), other.m2);
+    float2 const sum = two_sum(mean, __fmul_rn(high_delta, weight));
+    mean = sum.x;
+    low = fmaf(low_delta, weight, low) + sum.y;
     count += other.count;
+  }
+
+  // Merges values held in registers, in one pass over them. They are seen as deviations from the
+  // mean so far, and at first from one of themselves: that is off their mean by no more than the
+  // root of their count times their deviation, and what the difference of squares loses is a few
+  // roundings.
+  template <int kCount>
+  __device__ __forceinline__ void add(float const (&values)[kCount]) {
+    add(values, weight_of(count, float(kCount)));
+  }
+  template <int kCount>
+  __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
+    float const shift = count == 0.0f ? values[0] : mean;
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float const deviation = values[i] - shift;
+      sums[i % 4] += deviation;
+      squares[i % 4] = fmaf(deviation, deviation, squares[i % 4]);
+    }
+    float const sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float const offset = sum * (1.0f / kCount);
+    float const delta = offset - low;
+    float const own = fmaf(-sum, offset, (squares[0] + squares[1]) + (squares[2] + squares[3]));
+    m2 += fmaf(delta, delta * (count * weight), own);
+    float2 const both = fast_two_sum(shift, fmaf(delta, weight, low));
+    mean = both.x;
+    low = both.y;
+    count += float(kCount);
   }
 
   __device__ __forceinline__ Moments shuffled_down(int offset) const {
     return {__shfl_down_sync(~0u, count, offset), __shfl_down_sync(~0u, mean, offset),
-            __shfl_down_sync(~0u, m2, offset)};
+            __shfl_down_sync(~0u, low, offset), __shfl_down_sync(~0u, m2, offset)};
+  }
+  // Lane 0's, in every lane.
+  __device__ __forceinline__ Moments of_first_lane() const {
+    return {__shfl_sync(~0u, count, 0), __shfl_sync(~0u, mean, 0), __shfl_sync(~0u, low, 0),
+            __shfl_sync(~0u, m2, 0)};
   }
 };
+
+// The moments of `count` values from their sums about a shift that is one of them, for which the
+// reason is that of Moments::add().
+__device__ __forceinline__ Moments shifted_moments(float count, float shift, float sum,
+                                                   float squares) {
+  float const offset = sum / count;
+  float2 const mean = fast_two_sum(shift, offset);
+  return {count, mean.x, mean.y, fmaf(-sum, offset, squares)};
+}
 
 // 1 / sqrt(variance + eps). The instruction's two units of error would be in every element of the group;
 // a Newton step leaves less than one. Infinity and NaN stay as the instruction gives them.
@@ -43,20 +114,25 @@ __device__ __forceinline__ float reciprocal_deviation(Moments const& total, floa
   return residual == residual ? fmaf(0.5f * estimate, residual, estimate) : estimate;
 }
 
-// The moments of kCount values held in registers: exact two-pass arithmetic, no divisions.
-template <int kCount>
-__device__ __forceinline__ Moments moments_of(float const (&values)[kCount]) {
-  float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+__device__ __forceinline__ groupnorm::Statistics statistics_of(Moments const& total, float eps) {
+  float2 const mean = fast_two_sum(total.mean, total.low);
+  return {mean.x, mean.y, reciprocal_deviation(total, eps)};
+}
+
+__device__ __forceinline__ void store(groupnorm::StatisticsTargets const& targets, int64_t group,
+                                      groupnorm::Statistics const& statistics) {
+  if (targets.statistics != nullptr) targets.statistics[group] = statistics;
+  if (targets.mean != nullptr) targets.mean[group] = statistics.mean;
+  if (targets.rstd != nullptr) targets.rstd[group] = statistics.rstd;
+}
+
+// Merges over a warp in a fixed tree; the result is valid in lane 0, of the first kLanes lanes'
+// values.
+template <int kLanes = 32>
+__device__ __forceinline__ Moments merge_warp(Moments value) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[i % 4] += values[i];
-  float const mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kCount);
-  float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    float const deviation = values[i] - mean;
-    squares[i % 4] = fmaf(deviation, deviation, squares[i % 4]);
-  }
-  return {float(kCount), mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
+  return value;
 }
 
 // Merges over the block's threads in a fixed tree; the result is valid in thread 0.
@@ -65,14 +141,11 @@ __device__ __forceinline__ Moments merge_block(Moments value) {
   constexpr int kWarps = kThreads / 32;
   static_assert(kThreads % 32 == 0 && kWarps <= 32, "the last level is one warp");
   __shared__ Moments shared[kWarps];
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
+  value = merge_warp(value);
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
   if (threadIdx.x < 32) {
-    value = threadIdx.x < kWarps ? shared[threadIdx.x] : Moments{};
-#pragma unroll
-    for (int offset = kWarps / 2; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
+    value = merge_warp<kWarps>(threadIdx.x < kWarps ? shared[threadIdx.x] : Moments{});
   }
   return value;
 }

@@ -15,21 +15,6 @@ namespace {
 using device::Moments;
 using device::Pack;
 
-using device_resident::Statistics;
-
-// Scale and shift of one channel, given its group's statistics.
-__device__ __forceinline__ ChannelAffine channel_affine(Affine const& affine,
-                                                        Statistics const& group, int channel) {
-  ChannelAffine result{group.mean, group.rstd, 0.0f};
-  if (affine.weight != nullptr) {
-    result.scale *= device::load_as_float(affine.weight, channel, affine.dtype);
-  }
-  if (affine.bias != nullptr) {
-    result.shift = device::load_as_float(affine.bias, channel, affine.dtype);
-  }
-  return result;
-}
-
 template <class T, int kVector, bool kActivate>
 __device__ __forceinline__ Pack<T, kVector> normalized_pack(Pack<T, kVector> const& pack,
                                                             ChannelAffine const& channel,
@@ -51,7 +36,7 @@ template <class T, int kVector, int kThreads, int kChunks, bool kActivate>
 __global__ void __launch_bounds__(resident_block(kThreads),
                                   kResidentThreads / resident_block(kThreads))
     block_per_group(T const* __restrict__ input, T* __restrict__ output, Affine affine,
-                    float* __restrict__ mean, float* __restrict__ rstd, unsigned units, int vectors,
+                    StatisticsTargets saved, unsigned units, int vectors,
                     unsigned vectors_per_plane, float eps) {
   constexpr int kBlock = resident_block(kThreads);
   static_assert(kBlock % kThreads == 0 && kThreads % 32 == 0, "whole warps per group");
@@ -73,19 +58,16 @@ __global__ void __launch_bounds__(resident_block(kThreads),
       device_resident::moments_of_packs<T, kVector, kChunks, kActivate>(packs, count,
                                                                         affine.activation_before),
       shared);
-  Statistics const group = device_resident::statistics_of(total, eps);
-  if (active && thread == 0 && mean != nullptr) {
-    mean[unit] = group.mean;
-    rstd[unit] = group.rstd;
-  }
+  Statistics const group = device::statistics_of(total, eps);
+  if (active && thread == 0) device::store(saved, unit, group);
   int const first_channel = int(unit % unsigned(affine.groups)) * affine.channels_per_group;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     if (k < count) {
       packs[k].forget();
       int const index = thread + k * kThreads;
-      auto const channel =
-          channel_affine(affine, group, first_channel + int(unsigned(index) / vectors_per_plane));
+      auto const channel = ChannelAffine::of(
+          affine, group, first_channel + int(unsigned(index) / vectors_per_plane));
       normalized_pack<T, kVector, kActivate>(packs[k], channel, affine)
           .store(output + (base + index) * kVector);
     }
@@ -105,7 +87,8 @@ void launch_block(ResidentPlan const& plan, Passes const& passes, GroupNormTenso
         device::checked_grid("block_per_group", ceil_div(plan.units, kBlock / kThreads));
     block_per_group<T, kVector, kThreads, kGroupChunks, kActivate><<<grid, kBlock, 0, stream>>>(
         static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
-        affine_of(p, tensors), tensors.mean, tensors.rstd, unsigned(plan.units),
+        affine_of(p, tensors.weight, tensors.bias, nullptr),
+        StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(plan.units),
         int(p.group_size() / kVector), unsigned(p.pixels / kVector), float(p.eps));
   };
   switch (plan.threads) {

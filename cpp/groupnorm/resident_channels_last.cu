@@ -10,7 +10,6 @@ namespace {
 
 using device::Moments;
 using device::Pack;
-using device_resident::Statistics;
 
 // A group's kThreads threads
 // 1. load it whole into registers: `columns` vectors of each pixel,
@@ -20,8 +19,8 @@ template <class T, int kThreads, bool kActivate>
 __global__ void __launch_bounds__(resident_block(kThreads),
                                   kResidentThreads / resident_block(kThreads))
     block_per_group_channels_last(T const* __restrict__ input, T* __restrict__ output,
-                                  Affine affine, float* __restrict__ mean, float* __restrict__ rstd,
-                                  unsigned units, unsigned pixels, unsigned columns, float eps) {
+                                  Affine affine, StatisticsTargets saved, unsigned units,
+                                  unsigned pixels, unsigned columns, float eps) {
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;
@@ -58,11 +57,8 @@ __global__ void __launch_bounds__(resident_block(kThreads),
           packs, count, affine.activation_before),
       shared);
   if constexpr (kThreads == 32) __syncwarp();
-  Statistics const group = device_resident::statistics_of(total, eps);
-  if (active && thread == 0 && mean != nullptr) {
-    mean[unit] = group.mean;
-    rstd[unit] = group.rstd;
-  }
+  Statistics const group = device::statistics_of(total, eps);
+  if (active && thread == 0) device::store(saved, unit, group);
 #pragma unroll
   for (int k = 0; k < kGroupChunks; ++k) {
     if (k < count) {
@@ -72,7 +68,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
       Pack<T, kVector> result;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        ChannelAffine const channel{group.mean, group.rstd * entries[v].x, entries[v].y};
+        auto const channel = ChannelAffine::of(group, entries[v].x, entries[v].y);
         result.values[v] = device::from_float<T>(
             normalized<kActivate>(device::to_float(packs[k].values[v]), channel, affine));
       }
@@ -100,7 +96,8 @@ void normalize_resident_channels_last(ResidentPlan const& plan, Passes const& pa
         block_per_group_channels_last<T, kThreads, active.value>
             <<<grid, resident_block(kThreads), table, stream>>>(
                 static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
-                affine_of(p, tensors), tensors.mean, tensors.rstd, unsigned(plan.units),
+                affine_of(p, tensors.weight, tensors.bias, nullptr),
+                StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(plan.units),
                 unsigned(p.pixels), unsigned(p.channels_per_group() / plan.vector), float(p.eps));
       };
       switch (plan.threads) {

@@ -28,51 +28,28 @@ using device::Pack;
 template <class T, int kVector, int kChunks, bool kActivate>
 __device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kChunks], int count,
                                                     Activation activation) {
+  if (count == 0) return {};
+  float const shift = before<kActivate>(activation, device::to_float(packs[0].values[0]));
   float sum = 0.0f;
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    if (k < count) {
-      float part = 0.0f;
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        part += before<kActivate>(activation, device::to_float(packs[k].values[v]));
-      }
-      sum += part;
-    }
-  }
-  Moments result;
-  result.count = float(count * kVector);
-  result.mean = count > 0 ? sum / result.count : 0.0f;
+  float squares = 0.0f;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     if (k < count) {
       packs[k].forget();
       float part = 0.0f;
+      float part_squares = 0.0f;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const deviation =
-            before<kActivate>(activation, device::to_float(packs[k].values[v])) - result.mean;
-        part = fmaf(deviation, deviation, part);
+            before<kActivate>(activation, device::to_float(packs[k].values[v])) - shift;
+        part += deviation;
+        part_squares = fmaf(deviation, deviation, part_squares);
       }
-      result.m2 += part;
+      sum += part;
+      squares += part_squares;
     }
   }
-  return result;
-}
-
-__device__ __forceinline__ Moments merge_warp(Moments value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
-  return value;
-}
-
-struct Statistics {
-  float mean;
-  float rstd;
-};
-
-__device__ __forceinline__ Statistics statistics_of(Moments const& total, float eps) {
-  return {total.mean, device::reciprocal_deviation(total, eps)};
+  return device::shifted_moments(float(count * kVector), shift, sum, squares);
 }
 
 // The moments of a group from those of its kThreads threads, in every one of them. shared has a place for
@@ -80,7 +57,7 @@ __device__ __forceinline__ Statistics statistics_of(Moments const& total, float 
 template <int kThreads>
 __device__ __forceinline__ Moments merge_group(Moments total, Moments* shared) {
   constexpr int kWarps = kThreads / 32;
-  total = merge_warp(total);
+  total = device::merge_warp(total);
   if constexpr (kWarps > 1) {
     int const warp = threadIdx.x / 32;
     int const first_warp = warp / kWarps * kWarps;
@@ -88,10 +65,9 @@ __device__ __forceinline__ Moments merge_group(Moments total, Moments* shared) {
     __syncthreads();
     // Every warp merges the group's partial moments in the same order.
     total = threadIdx.x % 32 < kWarps ? shared[first_warp + threadIdx.x % 32] : Moments{};
-    total = merge_warp(total);
+    total = device::merge_warp(total);
   }
-  return {__shfl_sync(~0u, total.count, 0), __shfl_sync(~0u, total.mean, 0),
-          __shfl_sync(~0u, total.m2, 0)};
+  return total.of_first_lane();
 }
 
 }  // namespace device_resident

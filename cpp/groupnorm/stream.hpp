@@ -18,8 +18,10 @@ inline constexpr int kSlotVectors = 4;  // 16-byte vectors of a thread per slot
 inline constexpr int kSlotBytes = kWorkers * kSlotVectors * 16;
 inline constexpr int kMaxSlots = 13;
 inline constexpr int kUnitSlots = 16;  // units whose statistics a block may have to hold
-inline constexpr int kPolls = 5;       // words that a merging lane reads
+inline constexpr int kPolls = 5;       // blocks of which a merging lane reads the words
 inline constexpr int kMaxBlocks = 32 * kPolls;
+inline constexpr int kMomentsWords = 2;  // that a block publishes of a unit: mean and low, m2
+inline constexpr int kSumsWords = 1;
 
 // Groups of a channels-first tensor, cut into chunks of one run of memory. A group is cut as one run,
 // or plane by plane, so that a chunk has one channel.

@@ -101,36 +101,51 @@ __device__ __forceinline__ void publish(uint64_t* word, float a, float b) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ uint64_t poll(uint64_t const* word) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
+// Each of the words by itself: which of them are there does not matter to the others.
+__device__ __forceinline__ void poll(uint64_t const* words, uint64_t (&values)[1]) {
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(values[0]) : "l"(words) : "memory");
+}
+__device__ __forceinline__ void poll(uint64_t const* words, uint64_t (&values)[2]) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(values[0]), "=l"(values[1])
+               : "l"(words)
+               : "memory");
 }
 
 __device__ __forceinline__ float2 unpacked(uint64_t word) {
   return make_float2(__uint_as_float(uint32_t(word)), __uint_as_float(uint32_t(word >> 32)));
 }
 
-// A lane's share of `count` words, waited for: lane, lane + 32, ...
+// A lane's share of what `count` blocks publish, kWords words each, waited for: of block lane,
+// lane + 32, ...
+template <int kWords>
 struct Words {
-  uint64_t values[kPolls];
+  uint64_t values[kPolls][kWords];
+
+  __device__ __forceinline__ bool missing(int i) const {
+    bool result = false;
+#pragma unroll
+    for (uint64_t const value : values[i]) result |= value == kUnpublished;
+    return result;
+  }
 
   __device__ __forceinline__ static Words gather(uint64_t const* words, int count) {
     int const lane = threadIdx.x % 32;
     Words result;
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
-      result.values[i] = lane + 32 * i < count ? kUnpublished : 0;
+#pragma unroll
+      for (uint64_t& value : result.values[i]) value = lane + 32 * i < count ? kUnpublished : 0;
     }
     bool missing = true;
     while (missing) {
 #pragma unroll
       for (int i = 0; i < kPolls; ++i) {
-        if (result.values[i] == kUnpublished) result.values[i] = poll(words + lane + 32 * i);
+        if (result.missing(i)) poll(words + kWords * (lane + 32 * i), result.values[i]);
       }
       missing = false;
 #pragma unroll
-      for (int i = 0; i < kPolls; ++i) missing |= result.values[i] == kUnpublished;
+      for (int i = 0; i < kPolls; ++i) missing |= result.missing(i);
     }
     return result;
   }
@@ -188,9 +203,10 @@ __device__ __forceinline__ int participant(Stream const& s, Cursor const& cursor
   return int(s.chunks <= s.blocks ? cursor.chunk : blockIdx.x);
 }
 
-// Where copy `copy` of a unit's words begins.
+// Where copy `copy` of a unit's words begins, kWords of each participant.
+template <int kWords>
 __device__ __forceinline__ int64_t first_word(Stream const& s, int copy, unsigned unit) {
-  return (int64_t(copy) * s.units + unit) * participants(s);
+  return (int64_t(copy) * s.units + unit) * participants(s) * kWords;
 }
 
 struct Barriers {

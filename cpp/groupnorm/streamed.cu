@@ -23,11 +23,6 @@ using device_stream::Place;
 constexpr int kWorkerWarps = kWorkers / 32;
 constexpr int kThreadsPerBlock = 2 * kWorkers + 3 * 32;
 
-struct Statistics {
-  float mean;
-  float rstd;
-};
-
 struct StreamShared {
   device_stream::Barriers barriers;
   Statistics statistics[kUnitSlots];
@@ -59,7 +54,7 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
     T* const slot = reinterpret_cast<T*>(ring + place.slot * kSlotBytes) + thread * kVector;
     auto const channel_of = [&](unsigned vector) {
       float2 const entry = table[first_channel + vector / s.plane_vectors];
-      return ChannelAffine{statistics.mean, statistics.rstd * entry.x, entry.y};
+      return ChannelAffine::of(statistics, entry.x, entry.y);
     };
     auto const normalized_values = [&](Values const& values, ChannelAffine const& channel) {
       Values result;
@@ -95,14 +90,6 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
   }
 }
 
-// Valid in lane 0, of the first kLanes lanes' values.
-template <int kLanes>
-__device__ __forceinline__ Moments merge_lanes(Moments value) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
-  return value;
-}
-
 // kWorkers threads take the block's partial moments of each unit.
 template <class T, bool kActivate>
 __device__ __forceinline__ void take_moments(Stream const& s, Activation activation,
@@ -130,7 +117,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
           values[i * kVector + v] = before<kActivate>(activation, device::to_float(pack.values[v]));
         }
       }
-      running.merge(device::moments_of(values));
+      running.add(values);
     } else {
 #pragma unroll 1
       for (unsigned i = 0; thread + i * kWorkers < vectors; ++i) {
@@ -140,23 +127,24 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
         for (int v = 0; v < kVector; ++v) {
           values[v] = before<kActivate>(activation, device::to_float(pack.values[v]));
         }
-        running.merge(device::moments_of(values));
+        running.add(values);
       }
     }
     Cursor const last = cursor;
     cursor.advance(s);
     if (cursor.unit == last.unit) continue;
-    running = merge_lanes<32>(running);
+    running = device::merge_warp(running);
     if (lane == 0) shared.partial[warp] = running;
     device_stream::sync_workers(kBarrier);
     if (warp == 0) {
-      running = merge_lanes<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{});
-      running = {__shfl_sync(~0u, running.count, 0), __shfl_sync(~0u, running.mean, 0),
-                 __shfl_sync(~0u, running.m2, 0)};
+      running =
+          device::merge_warp<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{})
+              .of_first_lane();
       if (lane < s.copies) {
-        device_stream::publish(words + device_stream::first_word(s, lane, last.unit) +
-                                   device_stream::participant(s, last),
-                               running.mean, running.m2);
+        uint64_t* const own = words + device_stream::first_word<kMomentsWords>(s, lane, last.unit) +
+                              device_stream::participant(s, last) * kMomentsWords;
+        device_stream::publish(own, running.mean, running.low);
+        device_stream::publish(own + 1, running.m2, 0.0f);
       }
       if (lane == 0) device_stream::arrive(&shared.barriers.taken[unit_slot]);
     }
@@ -170,7 +158,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
 // merges them in the same order in every block.
 __device__ __forceinline__ void merge_units(Stream const& s, float vector_values, float eps,
                                             StreamShared& shared, uint64_t const* words,
-                                            float* __restrict__ mean, float* __restrict__ rstd) {
+                                            StatisticsTargets const& saved) {
   int const lane = threadIdx.x % 32;
   int const count = device_stream::participants(s);
   float const full = vector_values * float(s.chunk_vectors);
@@ -188,8 +176,9 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
     unsigned const first = blockIdx.x >= cursor.chunk ? blockIdx.x - cursor.chunk
                                                       : blockIdx.x + s.blocks - cursor.chunk;
     device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
-    auto const gathered = device_stream::Words::gather(
-        words + device_stream::first_word(s, int(blockIdx.x) % s.copies, current), count);
+    auto const gathered = device_stream::Words<kMomentsWords>::gather(
+        words + device_stream::first_word<kMomentsWords>(s, int(blockIdx.x) % s.copies, current),
+        count);
     Moments total;
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
@@ -198,26 +187,23 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
       unsigned const chunk =
           s.chunks <= s.blocks ? source : source - first + (source < first ? s.blocks : 0);
       float const size = float(rounds - (chunk > rest)) * full + (chunk == rest ? last : full);
-      float2 const value = device_stream::unpacked(gathered.values[i]);
-      total.merge({size, value.x, value.y});
+      float2 const value = device_stream::unpacked(gathered.values[i][0]);
+      total.merge({size, value.x, value.y, device_stream::unpacked(gathered.values[i][1]).x});
     }
-    total = merge_lanes<32>(total);
+    total = device::merge_warp(total);
     if (lane == 0) {
-      Statistics const statistics{total.mean, device::reciprocal_deviation(total, eps)};
+      Statistics const statistics = device::statistics_of(total, eps);
       shared.statistics[unit.slot] = statistics;
       device_stream::arrive(&shared.barriers.merged[unit.slot]);
-      if (cursor.chunk == 0 && mean != nullptr) {
-        mean[current] = statistics.mean;
-        rstd[current] = statistics.rstd;
-      }
+      if (cursor.chunk == 0) device::store(saved, current, statistics);
     }
   }
 }
 
 template <class T, bool kActivate>
 __global__ void __launch_bounds__(kThreadsPerBlock, 1)
-    normalize_stream(uint4 const* input, uint4* output, Affine affine, float* __restrict__ mean,
-                     float* __restrict__ rstd, uint64_t* words, Stream stream, float eps) {
+    normalize_stream(uint4 const* input, uint4* output, Affine affine, StatisticsTargets saved,
+                     uint64_t* words, Stream stream, float eps) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ StreamShared shared;
@@ -236,7 +222,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     take_moments<T, kActivate>(stream, affine.activation_before, shared, ring, words,
                                thread - kWorkers);
   } else if (thread < 2 * kWorkers + 32) {
-    merge_units(stream, 16.0f / sizeof(T), eps, shared, words, mean, rstd);
+    merge_units(stream, 16.0f / sizeof(T), eps, shared, words, saved);
   } else if (thread == 2 * kWorkers + 32) {
     device_stream::load_chunks<1>({input}, stream, shared.barriers, ring);
   } else if (thread == 2 * kWorkers + 64) {
@@ -257,12 +243,11 @@ void launch(StreamPlan const& plan, Passes const& passes, GroupNormTensors const
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes));
   auto const* input = static_cast<uint4 const*>(tensors.input);
   auto* output = static_cast<uint4*>(tensors.output);
-  Affine affine = affine_of(p, tensors);
-  float* mean = tensors.mean;
-  float* rstd = tensors.rstd;
+  Affine affine = affine_of(p, tensors.weight, tensors.bias, nullptr);
+  StatisticsTargets saved{.mean = tensors.mean, .rstd = tensors.rstd};
   Stream s = plan.stream;
   float eps = float(p.eps);
-  void* arguments[] = {&input, &output, &affine, &mean, &rstd, &words, &s, &eps};
+  void* arguments[] = {&input, &output, &affine, &saved, &words, &s, &eps};
   FUSEDCONV_CUDA("groupnorm_streamed",
                  cudaLaunchCooperativeKernel(kernel, dim3(s.blocks), dim3(kThreadsPerBlock),
                                              arguments, plan.shared_bytes, stream));
@@ -353,7 +338,8 @@ StreamPlan plan_stream(GroupNormProblem const& p, int tensors, bool aligned, int
                                 " slots of shared memory, and one must be free"));
   }
   s.copies = tensors == 1 ? 2 : 4;
-  plan.words = s.copies * units * std::min(s.chunks, s.blocks);
+  plan.words =
+      s.copies * units * std::min(s.chunks, s.blocks) * (tensors == 1 ? kMomentsWords : kSumsWords);
   // Per block: a chunk's bytes, loaded and stored, at the rate of a copy, which is 0.87 of what the
   // memory's clock gives. What fits L2 is not held up.
   double const moved = double(s.chunk_vectors) * 16 * (tensors + 1);

@@ -36,7 +36,7 @@ struct GradientShared {
 // The statistics of a block's current unit. Those of its next unit are under way meanwhile.
 class StatisticsAhead {
  public:
-  __device__ __forceinline__ StatisticsAhead(Affine const& affine, Stream const& s)
+  __device__ __forceinline__ StatisticsAhead(GradientAffine const& affine, Stream const& s)
       : affine_(affine), peek_(s) {
     if (peek_.valid(s)) fetch();
   }
@@ -54,14 +54,14 @@ class StatisticsAhead {
     next_ = {affine_.mean[peek_.unit], affine_.rstd[peek_.unit]};
   }
 
-  Affine const& affine_;
+  GradientAffine const& affine_;
   Cursor peek_;
   UnitStatistics next_{};
 };
 
-__device__ __forceinline__ Channel channel_of(Affine const& affine, UnitStatistics const& unit,
-                                              float2 const* table, unsigned group_unit,
-                                              unsigned run) {
+__device__ __forceinline__ Channel channel_of(GradientAffine const& affine,
+                                              UnitStatistics const& unit, float2 const* table,
+                                              unsigned group_unit, unsigned run) {
   float2 const entry =
       table[group_unit % unsigned(affine.groups) * unsigned(affine.channels_per_group) + run];
   return {unit.mean, unit.rstd, entry.x, entry.y};
@@ -70,7 +70,7 @@ __device__ __forceinline__ Channel channel_of(Affine const& affine, UnitStatisti
 // kWorkers threads sum g and g xhat of each chunk, which has one channel, and publish the block's share of
 // each unit's weighted sums.
 template <class T, bool kActivate>
-__device__ __forceinline__ void take_sums(Affine const& affine, Stream const& s,
+__device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
                                           float2 const* table, float2* __restrict__ partials,
                                           uint64_t* words, int thread) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void take_sums(Affine const& affine, Stream const& s,
       if (leaves) {
         weighted = {__shfl_sync(~0u, weighted.x, 0), __shfl_sync(~0u, weighted.y, 0)};
         if (lane < s.copies) {
-          device_stream::publish(words + device_stream::first_word(s, lane, last.unit) +
+          device_stream::publish(words + device_stream::first_word<kSumsWords>(s, lane, last.unit) +
                                      device_stream::participant(s, last),
                                  weighted.x, weighted.y);
         }
@@ -148,12 +148,13 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     if (current != ~0u) unit.advance(kUnitSlots);
     current = cursor.unit;
     device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
-    auto const gathered = device_stream::Words::gather(
-        words + device_stream::first_word(s, int(blockIdx.x) % s.copies, current), count);
+    auto const gathered = device_stream::Words<kSumsWords>::gather(
+        words + device_stream::first_word<kSumsWords>(s, int(blockIdx.x) % s.copies, current),
+        count);
     float2 total{};
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
-      float2 const value = device_stream::unpacked(gathered.values[i]);
+      float2 const value = device_stream::unpacked(gathered.values[i][0]);
       total.x += value.x;
       total.y += value.y;
     }
@@ -167,7 +168,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
 
 // kWorkers threads replace the input by its gradient.
 template <class T, bool kActivate>
-__device__ __forceinline__ void replace_chunks(Affine const& affine, Stream const& s,
+__device__ __forceinline__ void replace_chunks(GradientAffine const& affine, Stream const& s,
                                                GradientShared& shared, unsigned char* ring,
                                                float2 const* table, int thread) {
   constexpr int kVector = 16 / sizeof(T);
@@ -212,7 +213,7 @@ __device__ __forceinline__ void replace_chunks(Affine const& affine, Stream cons
 
 template <class T, bool kActivate>
 __global__ void __launch_bounds__(kThreadsPerBlock, 1)
-    gradients_stream(uint4 const* input, uint4 const* grad, uint4* output, Affine affine,
+    gradients_stream(uint4 const* input, uint4 const* grad, uint4* output, GradientAffine affine,
                      float2* __restrict__ partials, uint64_t* words, Stream stream,
                      float elements) {
 #if __CUDA_ARCH__ >= 900
@@ -254,10 +255,7 @@ void launch(StreamPlan const& plan, GroupNormProblem const& p, GradientTensors c
   auto const* input = static_cast<uint4 const*>(tensors.input);
   auto const* grad = static_cast<uint4 const*>(tensors.grad_output);
   auto* output = static_cast<uint4*>(tensors.grad_input);
-  Affine affine = affine_of(p, {.weight = tensors.weight,
-                                .bias = tensors.bias,
-                                .mean = const_cast<float*>(tensors.mean),
-                                .rstd = const_cast<float*>(tensors.rstd)});
+  GradientAffine affine = gradient_affine_of(p, tensors);
   Stream s = plan.stream;
   float elements = float(p.group_size());
   void* arguments[] = {&input, &grad, &output, &affine, &partials, &words, &s, &elements};

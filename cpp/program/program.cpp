@@ -36,6 +36,12 @@ void* Program::Context::at(Operand const& operand) const {
   return reinterpret_cast<void*>(base + operand.offset + operand.bytes_per_sample * first_sample);
 }
 
+groupnorm::StatisticsTargets Program::Context::at(StatisticsOperands const& operands) const {
+  return {.statistics = static_cast<groupnorm::Statistics*>(at(operands.statistics)),
+          .mean = static_cast<float*>(at(operands.mean)),
+          .rstd = static_cast<float*>(at(operands.rstd))};
+}
+
 void Program::pack_filter(layout::PackFilter const& problem, Operand weight, Operand bias,
                           Operand filter, Operand packed_bias) {
   note({weight, bias, filter, packed_bias});
@@ -83,9 +89,10 @@ void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterS
   FUSEDCONV_CHECK(plan.schedule.obstacle.empty(), "sm90_convolution: ", row.name, ": ",
                   plan.schedule.obstacle);
   sm90::Schedule const& schedule = plan.schedule;
-  bool const normalizes = operands.mean.slot != -1;
-  note({operands.input, operands.weight, operands.bias, operands.mean, operands.rstd,
-        operands.norm_weight, operands.norm_bias, operands.output, operands.conv_output});
+  bool const normalizes = operands.statistics.statistics.slot != -1;
+  note({operands.input, operands.weight, operands.bias, operands.statistics.mean,
+        operands.statistics.rstd, operands.norm_weight, operands.norm_bias, operands.output,
+        operands.conv_output});
   Operand const filter = scratch(0, schedule.filter_bytes);
   Operand const output = scratch(sm90::output_bytes(plan.problem, schedule, row.math), 0);
   Operand const partials =
@@ -104,7 +111,7 @@ void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterS
                               .filter = context.at(filter),
                               .bias = context.at(operands.bias),
                               .output = context.at(output),
-                              .partials = static_cast<float2*>(context.at(partials)),
+                              .partials = static_cast<groupnorm::Partial*>(context.at(partials)),
                               .multiprocessors = plan.multiprocessors};
     arguments.problem.n = int(context.samples);
     launch(arguments, context.stream);
@@ -112,11 +119,10 @@ void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterS
   steps_.push_back([=](Context const& context) {
     conv::ConvProblem problem = plan.problem;
     problem.n = int(context.samples);
-    auto* const mean = static_cast<float*>(context.at(operands.mean));
-    auto* const rstd = static_cast<float*>(context.at(operands.rstd));
+    groupnorm::StatisticsTargets const statistics = context.at(operands.statistics);
     if (normalizes) {
       sm90::merge_moments(problem, plan.schedule, int(passes.problem.groups), passes.problem.eps,
-                          static_cast<float2 const*>(context.at(partials)), mean, rstd,
+                          static_cast<groupnorm::Partial const*>(context.at(partials)), statistics,
                           context.stream);
     }
     sm90::unpack(problem, plan.schedule, passes,
@@ -125,38 +131,40 @@ void Program::sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterS
                   .conv_output = context.at(operands.conv_output),
                   .weight = context.at(operands.norm_weight),
                   .bias = context.at(operands.norm_bias),
-                  .mean = mean,
-                  .rstd = rstd},
+                  .statistics = statistics.statistics},
                  context.stream);
   });
 }
 
-void Program::moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd) {
-  note({input, mean, rstd});
+Operand Program::statistics_scratch(int64_t groups) {
+  return scratch(groups * int64_t(sizeof(groupnorm::Statistics)), 0);
+}
+
+void Program::moments(groupnorm::Passes const& passes, Operand input,
+                      StatisticsOperands const& statistics) {
+  note({input, statistics.mean, statistics.rstd});
   Operand const partials = scratch(groupnorm::moments_workspace_bytes(passes, 1), 0);
   steps_.push_back([=](Context const& context) {
     groupnorm::Passes chunk = passes;
     chunk.problem.batch = context.samples;
-    GroupNormTensors const tensors{.input = context.at(input),
-                                   .mean = static_cast<float*>(context.at(mean)),
-                                   .rstd = static_cast<float*>(context.at(rstd))};
-    groupnorm::moments(chunk, tensors, context.at(partials), context.stream);
+    groupnorm::moments(chunk, context.at(input), context.at(statistics), context.at(partials),
+                       context.stream);
   });
 }
 
-void Program::normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
+void Program::normalize(groupnorm::Passes const& passes, Operand input, Operand statistics,
                         Operand weight, Operand bias, Operand output) {
-  note({input, mean, rstd, weight, bias, output});
+  note({input, weight, bias, output});
   steps_.push_back([=](Context const& context) {
     groupnorm::Passes chunk = passes;
     chunk.problem.batch = context.samples;
     GroupNormTensors const tensors{.input = context.at(input),
                                    .output = context.at(output),
                                    .weight = context.at(weight),
-                                   .bias = context.at(bias),
-                                   .mean = static_cast<float*>(context.at(mean)),
-                                   .rstd = static_cast<float*>(context.at(rstd))};
-    groupnorm::normalize(chunk, tensors, context.stream);
+                                   .bias = context.at(bias)};
+    groupnorm::normalize(chunk, tensors,
+                         static_cast<groupnorm::Statistics const*>(context.at(statistics)),
+                         context.stream);
   });
 }
 

@@ -25,9 +25,8 @@ struct Operand {
   int64_t bytes_per_sample = 0;  // 0: the same for every chunk of samples
 };
 
-// Steps run in order over chunks of samples, so that what passes between them stays in L2. Steps
-// before the first chunk (packing a filter) run once. run()
-// switches to the program's device and back.
+// Steps run in order over chunks of samples, which bounds the scratch between them. Steps before
+// the first chunk (packing a filter) run once. run() switches to the program's device and back.
 class Program {
  public:
   static constexpr int kWorkspaceSlot = -2;
@@ -45,22 +44,31 @@ class Program {
   void to_channels_last(layout::ToChannelsLast const& problem, Operand input, Operand output);
   void convolution(int row, conv::ConvProblem const& problem, Activation activation, Operand input,
                    Operand filter, Operand bias, Operand output);
-  // A whole transposed convolution with what follows it. Without a mean the passes only activate and turn
-  // the output; an absent conv_output is not kept.
+  // A group's statistics: scratch for the normalising pass (groupnorm::Statistics), absent where
+  // there is no GroupNorm, and the mean and rstd that the caller saves, absent where it does not.
+  struct StatisticsOperands {
+    Operand statistics, mean, rstd;
+  };
+  // A whole transposed convolution with what follows it. Without statistics the passes only
+  // activate and turn the output; an absent conv_output is not kept.
   struct Sm90Operands {
-    Operand input, weight, bias, mean, rstd, norm_weight, norm_bias, output, conv_output;
+    Operand input, weight, bias;
+    StatisticsOperands statistics;
+    Operand norm_weight, norm_bias, output, conv_output;
   };
   void sm90_convolution(conv::sm90::Plan const& plan, conv::sm90::FilterSource const& filter,
                         Activation activation, bool activates_output,
                         groupnorm::Passes const& passes, Sm90Operands const& operands);
-  void moments(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd);
-  void normalize(groupnorm::Passes const& passes, Operand input, Operand mean, Operand rstd,
-                 Operand weight, Operand bias, Operand output);
+  // 16 bytes for each sample and group.
+  Operand statistics_scratch(int64_t groups);
+  void moments(groupnorm::Passes const& passes, Operand input,
+               StatisticsOperands const& statistics);
+  void normalize(groupnorm::Passes const& passes, Operand input, Operand statistics, Operand weight,
+                 Operand bias, Operand output);
   // One pass, both of them; the program must not be cut into chunks.
   void normalize_resident(groupnorm::ResidentPlan const& plan, groupnorm::Passes const& passes,
                           Operand input, Operand mean, Operand rstd, Operand weight, Operand bias,
                           Operand output);
-
   void normalize_streamed(groupnorm::StreamPlan const& plan, groupnorm::Passes const& passes,
                           Operand input, Operand mean, Operand rstd, Operand weight, Operand bias,
                           Operand output);
@@ -80,6 +88,7 @@ class Program {
     int64_t samples;
     cudaStream_t stream;
     void* at(Operand const& operand) const;
+    groupnorm::StatisticsTargets at(StatisticsOperands const& operands) const;
   };
   using Step = std::function<void(Context const&)>;
 

@@ -94,15 +94,18 @@ def group_norm_passes(
     )
 
 
-def statistics_operands(program: _C.Program, problem: Problem) -> tuple[_C.Operand, _C.Operand]:
-    """Mean and reciprocal deviation: the caller's where they are saved, else scratch; absent
-    without a GroupNorm."""
+def statistics_operands(program: _C.Program, problem: Problem) -> dict[str, _C.Operand]:
+    """What a moments step fills, by its arguments' names: ``statistics`` for the normalising step,
+    and the ``mean`` and ``rstd`` that are saved. Absent without a GroupNorm or where not saved."""
+    absent = _C.Operand()
     if problem.norm is None:
-        return _C.Operand(), _C.Operand()
+        return {"statistics": absent, "mean": absent, "rstd": absent}
     size = 4 * problem.norm.num_groups
-    if problem.save:
-        return program.tensor(MEAN, size), program.tensor(RSTD, size)
-    return program.scratch(size), program.scratch(size)
+    return {
+        "statistics": program.statistics_scratch(problem.norm.num_groups),
+        "mean": program.tensor(MEAN, size) if problem.save else absent,
+        "rstd": program.tensor(RSTD, size) if problem.save else absent,
+    }
 
 
 def five_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,17 +131,16 @@ def add_group_norm(
         problem, layout=layout, row_channels=row_channels, activation_before=activation_before
     )
     steps = []
-    mean, rstd = statistics_operands(program, problem)
+    operands = statistics_operands(program, problem)
     if norm is not None:
-        program.moments(passes, input=input, mean=mean, rstd=rstd)
+        program.moments(passes, input=input, **operands)
         moments = "moments" if activation_before == "identity" else f"{activation_before} + moments"
         steps.append(f"{moments} ({layout})")
     sample = problem.output_channels * math.prod(problem.output_spatial)
     program.normalize(
         passes,
         input=input,
-        mean=mean,
-        rstd=rstd,
+        statistics=operands["statistics"],
         weight=program.tensor(NORM_WEIGHT, 0),
         bias=program.tensor(NORM_BIAS, 0),
         output=program.tensor(OUTPUT, sample * problem.output_dtype.itemsize),
@@ -164,8 +166,7 @@ def add_conv_output_copy(
             copy=True,
         ),
         input=conv_output,
-        mean=absent,
-        rstd=absent,
+        statistics=absent,
         weight=absent,
         bias=absent,
         output=program.tensor(CONV_OUTPUT, sample * problem.dtype.itemsize),

@@ -67,6 +67,9 @@ class _Row:
     shared_bytes: int
     max_filter_extent: int
     max_tensor_bytes: int
+    #: Per second, of a full H200 on a large problem with bias and GELU. Other devices scale with
+    #: their multiprocessors; only ratios decide.
+    teraflops: int
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -152,10 +155,6 @@ class CutlassSm80(Kernel):
 
     # ---- what it costs ----
 
-    def _efficiency(self) -> float:
-        """The rate of a full device in FLOP/s that the mainloop reaches on one of H100's size."""
-        return _RATES[self.row.math, self.row.tile[:2]]
-
     def cost(self, problem: Problem) -> float:
         row = self.row
         tile_m, tile_n, _ = row.tile
@@ -172,7 +171,7 @@ class CutlassSm80(Kernel):
             waves += launches * max(_ALONE[row.dimensions], math.ceil(2 * tiles / slots) / 2)
         depth = self._padded(problem.channels) * math.prod(problem.conv.kernel_size)
         tile_flops = 2.0 * tile_m * tile_n * depth
-        conv = waves * tile_flops * slots / (self._efficiency() * slots / 132) * 1e3
+        conv = waves * tile_flops * _RATED_SLOTS / (row.teraflops * 1e12) * 1e3
         launches = -(-problem.batch // chunk) * (5 if problem.norm is not None else 3)
         size = problem.dtype.itemsize
         moved = problem.minimal_bytes
@@ -321,25 +320,8 @@ def _chunks(batch: int, chunk: int) -> list[tuple[int, int]]:
 #: What a block alone on its multiprocessor takes, in waves, by spatial axes; measured on an H200.
 _ALONE = {2: 1.5, 3: 2.6}
 
-#: FLOP/s of a full H200 by (math, tile rows and columns), measured on large problems with bias and
-#: GELU in the epilogue. Other devices scale with their multiprocessors; only ratios decide.
-_RATES: dict[tuple[int, tuple[int, int]], float] = {
-    (_TF32, (128, 64)): 132e12,
-    (_TF32, (256, 64)): 143e12,
-    (_TF32, (128, 128)): 148e12,
-    (_TF32_ROUNDED, (128, 64)): 138e12,
-    (_TF32_ROUNDED, (256, 64)): 143e12,
-    (_TF32_ROUNDED, (128, 128)): 172e12,
-    (_TF32X3, (64, 64)): 56e12,
-    (_TF32X3, (128, 64)): 60e12,
-    (_TF32X3, (128, 128)): 64e12,
-    (_F16, (128, 64)): 217e12,
-    (_F16, (256, 64)): 226e12,
-    (_F16, (128, 128)): 320e12,
-    (_BF16, (128, 64)): 217e12,
-    (_BF16, (256, 64)): 226e12,
-    (_BF16, (128, 128)): 320e12,
-}
+#: Multiprocessors of the device to which the rows' rates belong.
+_RATED_SLOTS = 132
 
 
 def _rows() -> list[_Row]:

@@ -225,7 +225,6 @@ class CutlassSm90(Kernel):
         norm = problem.norm
         program = _C.Program(problem.device_index, problem.batch, self._chunk(problem, plan))
         absent = _C.Operand()
-        mean, rstd = statistics_operands(program, problem)
         # A saved convolution output is kept as it is before the activation, which then is applied
         # once for the moments and once more behind them.
         before = problem.activation_before
@@ -245,8 +244,7 @@ class CutlassSm90(Kernel):
             input=program.tensor(INPUT, problem.channels * math.prod(problem.spatial) * size),
             weight=program.tensor(WEIGHT, 0),
             bias=program.tensor(BIAS, 0) if conv.bias else absent,
-            mean=mean,
-            rstd=rstd,
+            **statistics_operands(program, problem),
             norm_weight=program.tensor(NORM_WEIGHT, 0),
             norm_bias=program.tensor(NORM_BIAS, 0),
             output=program.tensor(OUTPUT, output_sample * problem.output_dtype.itemsize),

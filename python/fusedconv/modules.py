@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
 from fusedconv.composing import announce, departure
@@ -33,7 +34,7 @@ class FusedConvTranspose(nn.Module):
         precision: str | None
 
     _conv_type: ClassVar[type[Any]]
-    __constants__: ClassVar[list[str]] = ["activation", "order", "precision", "_fuses"]
+    __constants__: ClassVar[list[str]] = ["activation", "order", "precision", "_fuses", "_resizes"]
 
     def _departure(self, conv: Any, norm: Any) -> str | None:
         """Why the children must be called, None where reading their parameters does the same."""
@@ -45,6 +46,8 @@ class FusedConvTranspose(nn.Module):
     _fuses = scripting.AtScripting(
         lambda self: self._departure(self.conv_transpose, self.group_norm) is None
     )
+    #: Whether TorchScript finds an ``output_size`` among the arguments of ``conv_transpose``.
+    _resizes = scripting.AtScripting(lambda self: isinstance(self.conv_transpose, _ConvTransposeNd))
 
     def _run(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Eager's way: fused where the children are torch's own, composed where they are not."""
@@ -120,10 +123,17 @@ class FusedConvTranspose(nn.Module):
 
     def _compose(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """The plain composition, in TorchScript too."""
-        if output_size is None:
+        if is_scripting():
+            if self._resizes:
+                x = self.conv_transpose(input, output_size)
+            elif output_size is None:
+                x = self.conv_transpose(input)
+            else:
+                raise ValueError(
+                    "output_size: got a size, expected None as conv_transpose has none"
+                )
+        elif output_size is None:
             x = self.conv_transpose(input)
-        elif is_scripting():
-            raise ValueError("output_size: expected None where TorchScript calls conv_transpose")
         else:
             x = self.conv_transpose(input, output_size)
         norm = self.group_norm

@@ -9,6 +9,7 @@ import torch
 from systems import pair, perturbed
 from torch import nn
 
+import fusedconv
 from fusedconv import ConvTransposeActNorm1d, ConvTransposeActNorm2d, GroupNorm
 from fusedconv.models import SYSTEMS
 
@@ -159,3 +160,21 @@ def test_group_norm_scripts(order, activation):
     plain = torch.jit.script(GroupNorm(2, 6, affine=False))
     x = torch.randn(2, 6, 4)
     torch.testing.assert_close(plain(x), torch.nn.functional.group_norm(x, 2))
+
+
+def test_a_scripted_call_saves_nothing_without_gradients():
+    model, _, x = pair("system1")
+    scripted = torch.jit.script(model)
+    (explanation,) = fusedconv.explain(scripted, x, file=io.StringIO())
+    assert explanation.problem.conv is not None
+    assert not explanation.problem.save
+
+
+@pytest.mark.parametrize("name", ["system1", "system2"])
+def test_autocast_gives_scripted_modules_inputs_of_another_dtype(name):
+    model, _, x = pair(name)
+    scripted = torch.jit.script(model)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        for each in (x, x.bfloat16()):
+            expected, actual = model(each), scripted(each)
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=3e-2, atol=3e-2)

@@ -398,3 +398,13 @@ def test_exports_fused_or_composed(name):
         targets = {str(node.target) for node in program.graph.nodes}
         assert any(target.startswith("fusedconv.") for target in targets) != hooked
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_symbolic_traces_call_the_functions(name):
+    """torch.fx replaces Module.__call__ while it traces, which makes no child another one."""
+    model, _, x = pair(name)
+    traced = torch.fx.symbolic_trace(model)
+    kinds = {node.op for node in traced.graph.nodes}
+    assert "call_function" in kinds and "call_module" not in kinds
+    assert torch.equal(traced(x), model(x))

@@ -8,7 +8,7 @@ is replaced or carries hooks the modules call it, as the plain composition does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
 from fusedconv.composing import announce, departure
-from fusedconv.problem import ACTIVATIONS, ORDERS, Precision, resolve_precision
+from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS, resolve_precision
 from fusedconv.scripting import is_scripting
 
 
@@ -238,7 +238,7 @@ class _ConvTransposeActNorm(FusedConvTranspose):
         eps = arguments.finite("eps", eps)
         affine = arguments.flag("affine", affine)
         _check_activation(activation, order)
-        arguments.choice("precision", precision, get_args(Precision), optional=True)
+        arguments.choice("precision", precision, PRECISIONS, optional=True)
         if dtype is not None:
             resolve_precision(dtype, "cpu", precision)
         self.conv_transpose = self._conv_type(

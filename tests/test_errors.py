@@ -313,7 +313,7 @@ def test_modules_check_as_the_functions_do():
         TypeError, match=r"^weight: got dtype torch.float32, expected torch.float16"
     ):
         module(torch.ones(1, 4, 5, 5).half())
-    with pytest.raises(ValueError, match=r"num_channels"):
+    with pytest.raises(ValueError, match=r"^num_groups: got 4, expected a positive"):
         ConvTransposeActNorm2d(4, 6, 3, num_groups=4)
     with pytest.raises(ValueError, match="zeros"):
         ConvTransposeActNorm2d(4, 6, 3, padding_mode="reflect")

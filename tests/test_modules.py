@@ -17,6 +17,7 @@ from reference import (
     misaligned,
     strided,
 )
+from systems import SMALL, perturbed
 from torch import nn
 
 import fusedconv
@@ -29,12 +30,6 @@ from fusedconv import (
 )
 from fusedconv.models import SYSTEMS
 
-#: Small arguments and an input for each system: small enough for gradients in moments.
-SMALL = {
-    "system1": ((6, 16, 3, 1, 8, 4), (2, 6, 9, 7)),
-    "system2": ((4, 8, 3, 2, False), (2, 4, 5, 4, 6)),
-    "system3": ((12, 4), (3, 12, 9, 10)),
-}
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 MODULES = {1: ConvTransposeActNorm1d, 2: ConvTransposeActNorm2d, 3: ConvTransposeActNorm3d}
 
@@ -42,15 +37,6 @@ MODULES = {1: ConvTransposeActNorm1d, 2: ConvTransposeActNorm2d, 3: ConvTranspos
 def seeded(make, *arguments, **keywords):
     torch.manual_seed(1)
     return make(*arguments, **keywords)
-
-
-def perturbed(module: nn.Module) -> nn.Module:
-    """GroupNorm's ones and zeros hide mistakes: give every parameter values of its own."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return module
 
 
 # ---- the three systems ---------------------------------------------------------------------------
@@ -486,17 +472,6 @@ def test_group_norm_module_is_torchs_with_an_activation():
         assert_as_accurate_as_torch(module(x), reference.group_norm(x, *arguments), exact)
     assert GroupNorm(4, 12, affine=False).weight is None
     assert GroupNorm(4, 12, device="meta", dtype=torch.float16).weight.dtype == torch.float16
-
-
-def test_the_choices_are_checked_at_construction():
-    for make in (
-        lambda **keywords: ConvTransposeActNorm2d(4, 6, 3, **keywords),
-        lambda **keywords: GroupNorm(2, 4, **keywords),
-    ):
-        with pytest.raises(ValueError, match="activation: got 'tanh', expected None or one of"):
-            make(activation="tanh")
-        with pytest.raises(ValueError, match="order: got 'norm', expected one of"):
-            make(order="norm")
 
 
 def test_repr_shows_what_the_modules_do():

@@ -430,6 +430,7 @@ LAYERS = (
     {""},  # fusedconv/__init__.py
     {"models"},
     {"modules"},
+    {"composing", "scripting"},
     {"functional"},
     {"ops"},
     {"gradients"},

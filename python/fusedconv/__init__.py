@@ -18,12 +18,14 @@ from fusedconv.modules import (
 )
 from fusedconv.plan import Explanation, Outputs, Plan, clear_cache
 from fusedconv.problem import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv.recording import Composition
 from fusedconv.registry import Candidate, Kernel, Registry, Support
 
 __version__: str = build["version"]
 
 __all__ = [
     "Candidate",
+    "Composition",
     "ConvTransposeActNorm1d",
     "ConvTransposeActNorm2d",
     "ConvTransposeActNorm3d",

@@ -10,24 +10,30 @@ import torch
 
 from fusedconv.plan import Explanation, explain_problem
 from fusedconv.problem import Problem
-from fusedconv.recording import record
+from fusedconv.recording import Composition, record
 
 
 def explain(
     target: Problem | Callable[..., Any], *args: Any, file: TextIO | None = None, **kwargs: Any
-) -> list[Explanation]:
+) -> list[Explanation | Composition]:
     """Prints, for each problem of a call, the chosen kernel, its steps, its estimated cost and why
-    each other kernel was not chosen; returns the explanations.
+    each other kernel was not chosen; and for each module that calls its children instead, why.
+    Returns both, in the order of the calls.
 
     ``target`` is a Problem, or a module or function that is called once, without gradients, with
     the arguments that follow. ``file`` is where to print, standard output by default.
     """
+    calls: list[Problem | Composition]
     if isinstance(target, Problem):
-        problems = [target]
+        calls = [target]
     else:
-        with torch.no_grad(), record.recording() as problems:
+        with torch.no_grad(), record.recording():
             target(*args, **kwargs)
-    explanations = [explain_problem(problem) for problem in dict.fromkeys(problems)]
+            calls = record.calls
+    explanations = [
+        explain_problem(call) if isinstance(call, Problem) else call
+        for call in dict.fromkeys(calls)
+    ]
     for explanation in explanations:
         print(explanation, file=file or sys.stdout)
     return explanations

@@ -1,48 +1,207 @@
 """Modules: transposed convolution, activation and GroupNorm in one, and GroupNorm with activation.
 
 Parameters live in ordinary torch submodules (``conv_transpose``, ``group_norm``), created in that
-order, so that state dicts and random numbers are those of the plain composition.
+order, so that state dicts and random numbers are those of the plain composition. Where a submodule
+is replaced or carries hooks the modules call it, as the plain composition does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
-from fusedconv import functional
-from fusedconv.problem import ACTIVATIONS, ORDERS
-
-
-def _check_choices(activation: str | None, order: str) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation: got {activation!r}, expected None or one of {', '.join(ACTIVATIONS)}"
-        )
-    if order not in ORDERS:
-        raise ValueError(f"order: got {order!r}, expected one of {', '.join(ORDERS)}")
+from fusedconv import arguments, functional, scripting
+from fusedconv.composing import announce, departure
+from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS, resolve_precision
+from fusedconv.scripting import is_scripting
 
 
-class _ConvTransposeActNorm(nn.Module):
-    """See ConvTransposeActNorm2d."""
+class FusedConvTranspose(nn.Module):
+    """What every module with the children ``conv_transpose`` and ``group_norm`` computes by.
+
+    A subclass says which convolution it has and has ``activation``, ``order`` and ``precision``.
+    """
+
+    if TYPE_CHECKING:  # torch.jit.script would read annotations that exist at run time
+        conv_transpose: Any
+        group_norm: Any
+        activation: str | None
+        order: str
+        precision: str | None
 
     _conv_type: ClassVar[type[Any]]
+    __constants__: ClassVar[list[str]] = ["activation", "order", "precision", "_fuses", "_resizes"]
+
+    def _departure(self, conv: Any, norm: Any) -> str | None:
+        """Why the children must be called, None where reading their parameters does the same."""
+        reason = departure("conv_transpose", conv, self._conv_type)
+        if reason is None and norm is not None:
+            reason = departure("group_norm", norm, nn.GroupNorm)
+        return reason
+
+    _fuses = scripting.AtScripting(
+        lambda self: self._departure(self.conv_transpose, self.group_norm) is None
+    )
+    #: Whether TorchScript finds an ``output_size`` among the arguments of ``conv_transpose``.
+    _resizes = scripting.AtScripting(lambda self: isinstance(self.conv_transpose, _ConvTransposeNd))
+
+    def _run(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Eager's way: fused where the children are torch's own, composed where they are not."""
+        conv, norm = self.conv_transpose, self.group_norm
+        reason = self._departure(conv, norm)
+        if reason is not None:
+            announce(self, reason, self._steps())
+            return self._compose(input, output_size)
+        output_padding = conv.output_padding
+        if output_size is not None:
+            output_padding = conv._output_padding(
+                input,
+                list(output_size),
+                conv.stride,
+                conv.padding,
+                conv.kernel_size,
+                len(conv.kernel_size),
+                conv.dilation,
+            )
+        return functional.conv_transpose_act_norm(
+            input,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,
+            output_padding,
+            conv.groups,
+            conv.dilation,
+            activation=self.activation,
+            order=self.order,
+            num_groups=None if norm is None else norm.num_groups,
+            norm_weight=None if norm is None else norm.weight,
+            norm_bias=None if norm is None else norm.bias,
+            eps=1e-5 if norm is None else norm.eps,
+            precision=self.precision,
+        )
+
+    def _scripted(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """TorchScript's way; ``_fuses`` is a constant there."""
+        if self._fuses:
+            conv = self.conv_transpose
+            norm = self.group_norm
+            axes = len(conv.kernel_size)
+            # Without a batch, and under autocast, the children know what to do.
+            if input.dim() == axes + 2 and input.dtype == conv.weight.dtype:
+                output_padding = conv._output_padding(
+                    input,
+                    output_size,
+                    conv.stride,
+                    conv.padding,
+                    conv.kernel_size,
+                    axes,
+                    conv.dilation,
+                )
+                return scripting.conv_transpose_act_norm(
+                    input,
+                    conv.weight,
+                    conv.bias,
+                    conv.stride,
+                    conv.padding,
+                    output_padding,
+                    conv.dilation,
+                    conv.groups,
+                    self.activation,
+                    self.order,
+                    0 if norm is None else norm.num_groups,
+                    None if norm is None else norm.weight,
+                    None if norm is None else norm.bias,
+                    1e-5 if norm is None else norm.eps,
+                    self.precision,
+                )
+        return self._compose(input, output_size)
+
+    def _compose(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """The plain composition, in TorchScript too."""
+        if is_scripting():
+            if self._resizes:
+                x = self.conv_transpose(input, output_size)
+            elif output_size is None:
+                x = self.conv_transpose(input)
+            else:
+                raise ValueError(
+                    "output_size: got a size, expected None as conv_transpose has none"
+                )
+        elif output_size is None:
+            x = self.conv_transpose(input)
+        else:
+            x = self.conv_transpose(input, output_size)
+        norm = self.group_norm
+        if norm is None:
+            return self._activate(x)
+        elif self.order == "act_norm":
+            return norm(self._activate(x))
+        else:
+            return self._activate(norm(x))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return scripting.activate(x, self.activation)
+
+    def _steps(self) -> tuple[tuple[str, object], ...]:
+        """What ``_compose`` calls: names, and children or None for functions."""
+        activation = ((self.activation, None),) if self.activation else ()
+        norm = (("group_norm", self.group_norm),) if self.group_norm is not None else ()
+        after = norm + activation if self.order == "norm_act" else activation + norm
+        return (("conv_transpose", self.conv_transpose), *after)
+
+
+def _check_activation(activation: str | None, order: str) -> None:
+    arguments.choice("activation", activation, ACTIVATIONS, optional=True)
+    arguments.choice("order", order, ORDERS)
+
+
+def _check_factory(device: object, dtype: object) -> None:
+    """``device`` and ``dtype`` of parameters, as torch's modules take them."""
+    if device is not None:
+        expected = "a device, its name, its index or None"
+        try:
+            torch.device(device)  # type: ignore[call-overload]
+        except TypeError:
+            raise TypeError(f"device: got {arguments.shown(device)}, expected {expected}") from None
+        except RuntimeError:
+            raise ValueError(
+                f"device: got {arguments.shown(device)}, expected {expected}"
+            ) from None
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"dtype: got {arguments.shown(dtype)}, expected a floating-point dtype or None"
+        )
+
+
+def check_divides(name: str, value: int, channels: int, what: str) -> None:
+    """Raises ValueError where ``value`` groups do not share ``channels`` evenly."""
+    if channels % value:
+        raise ValueError(f"{name}: got {value}, expected a positive divisor of {channels} {what}")
+
+
+class _ConvTransposeActNorm(FusedConvTranspose):
+    """See ConvTransposeActNorm2d."""
+
+    _axes: ClassVar[int]
 
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, ...],
-        stride: int | tuple[int, ...] = 1,
-        padding: int | tuple[int, ...] = 0,
-        output_padding: int | tuple[int, ...] = 0,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
         groups: int = 1,
         bias: bool = True,
-        dilation: int | tuple[int, ...] = 1,
+        dilation: int | Sequence[int] = 1,
         padding_mode: str = "zeros",
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         num_groups: int | None = None,
@@ -53,7 +212,35 @@ class _ConvTransposeActNorm(nn.Module):
         precision: str | None = None,
     ) -> None:
         super().__init__()
-        _check_choices(activation, order)
+        axes = self._axes
+        in_channels = arguments.integer("in_channels", in_channels, 1)
+        out_channels = arguments.integer("out_channels", out_channels, 1)
+        kernel_size = arguments.integers("kernel_size", kernel_size, axes, 1)
+        stride = arguments.integers("stride", stride, axes, 1)
+        padding = arguments.integers("padding", padding, axes, 0)
+        output_padding = arguments.integers("output_padding", output_padding, axes, 0)
+        dilation = arguments.integers("dilation", dilation, axes, 1)
+        for extra, step, dilated in zip(output_padding, stride, dilation, strict=True):
+            if extra >= max(step, dilated):
+                raise ValueError(
+                    f"output_padding: got {output_padding}, expected each smaller than stride "
+                    f"{stride} or dilation {dilation}"
+                )
+        groups = arguments.integer("groups", groups, 1)
+        check_divides("groups", groups, in_channels, "input channels")
+        check_divides("groups", groups, out_channels, "output channels")
+        bias = arguments.flag("bias", bias)
+        arguments.choice("padding_mode", padding_mode, ("zeros",))
+        _check_factory(device, dtype)
+        if num_groups is not None:
+            num_groups = arguments.integer("num_groups", num_groups, 1, optional=True)
+            check_divides("num_groups", num_groups, out_channels, "output channels")
+        eps = arguments.finite("eps", eps)
+        affine = arguments.flag("affine", affine)
+        _check_activation(activation, order)
+        arguments.choice("precision", precision, PRECISIONS, optional=True)
+        if dtype is not None:
+            resolve_precision(dtype, "cpu", precision)
         self.conv_transpose = self._conv_type(
             in_channels,
             out_channels,
@@ -77,43 +264,12 @@ class _ConvTransposeActNorm(nn.Module):
         self.order = order
         self.precision = precision
 
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """[N, C, *spatial] to [N, K, *output spatial].
-
-        ``output_size`` picks among the sizes that a stride allows, as in torch's module.
-        """
-        conv = self.conv_transpose
-        norm = self.group_norm
-        output_padding = conv.output_padding
-        if output_size is not None:
-            output_padding = tuple(
-                conv._output_padding(
-                    input,
-                    list(output_size),
-                    conv.stride,
-                    conv.padding,
-                    conv.kernel_size,
-                    len(conv.kernel_size),
-                    conv.dilation,
-                )
-            )
-        return functional.conv_transpose_act_norm(
-            input,
-            conv.weight,
-            conv.bias,
-            conv.stride,
-            conv.padding,
-            output_padding,
-            conv.groups,
-            conv.dilation,
-            activation=self.activation,
-            order=self.order,
-            num_groups=None if norm is None else norm.num_groups,
-            norm_weight=None if norm is None else norm.weight,
-            norm_bias=None if norm is None else norm.bias,
-            eps=1e-5 if norm is None else norm.eps,
-            precision=self.precision,
-        )
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """``input`` and ``output_size`` as in ``torch.nn.ConvTranspose2d``."""
+        if is_scripting():
+            return self._scripted(input, output_size)
+        else:
+            return self._run(input, output_size)
 
     def extra_repr(self) -> str:
         precision = "" if self.precision is None else f", precision={self.precision!r}"
@@ -124,6 +280,7 @@ class ConvTransposeActNorm1d(_ConvTransposeActNorm):
     """ConvTransposeActNorm2d along one axis: input [N, C, L]."""
 
     _conv_type = nn.ConvTranspose1d
+    _axes = 1
 
 
 class ConvTransposeActNorm2d(_ConvTransposeActNorm):
@@ -135,24 +292,30 @@ class ConvTransposeActNorm2d(_ConvTransposeActNorm):
     "norm_act". ``precision`` ("tf32", "fp32" or None for torch's switches) applies to float32.
 
     Parameters: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``,
-    ``group_norm.bias``. Raises ValueError for a choice that does not exist and what torch's modules
-    raise for theirs.
+    ``group_norm.bias``. A value or type that cannot be right raises ValueError or TypeError naming
+    the argument. ``torch.jit.script`` compiles the module, to the operators.
     """
 
     _conv_type = nn.ConvTranspose2d
+    _axes = 2
 
 
 class ConvTransposeActNorm3d(_ConvTransposeActNorm):
     """ConvTransposeActNorm2d along three axes: input [N, C, D, H, W]."""
 
     _conv_type = nn.ConvTranspose3d
+    _axes = 3
 
 
 class GroupNorm(nn.GroupNorm):
     """``torch.nn.GroupNorm`` with an optional activation in front ("act_norm") or behind.
 
-    Input [N, C, *], output of the same shape and dtype, channels last where the input is.
+    Input [N, C, *], output of the same shape and dtype, channels last where the input is. A value
+    or type that cannot be right raises ValueError or TypeError naming the argument.
     """
+
+    # torch declares it an instance's, which ClassVar may not override.
+    __constants__ = [*nn.GroupNorm.__constants__, "activation", "order"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -160,27 +323,44 @@ class GroupNorm(nn.GroupNorm):
         num_channels: int,
         eps: float = 1e-5,
         affine: bool = True,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         activation: str | None = None,
         order: str = "act_norm",
     ) -> None:
+        num_groups = arguments.integer("num_groups", num_groups, 1)
+        num_channels = arguments.integer("num_channels", num_channels, 0)
+        check_divides("num_groups", num_groups, num_channels, "channels")
+        eps = arguments.finite("eps", eps)
+        affine = arguments.flag("affine", affine)
+        _check_factory(device, dtype)
+        _check_activation(activation, order)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
-        _check_choices(activation, order)
         self.activation = activation
         self.order = order
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.group_norm(
-            input,
-            self.num_groups,
-            self.weight,
-            self.bias,
-            self.eps,
-            activation=self.activation,
-            order=self.order,
-        )
+        if is_scripting():
+            return scripting.group_norm(
+                input,
+                self.num_groups,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.order,
+            )
+        else:
+            return functional.group_norm(
+                input,
+                self.num_groups,
+                self.weight,
+                self.bias,
+                self.eps,
+                activation=self.activation,
+                order=self.order,
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}, order={self.order!r}"

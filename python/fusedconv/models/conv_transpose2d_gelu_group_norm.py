@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.arguments import integer, integers
+from fusedconv.modules import FusedConvTranspose, check_divides
+from fusedconv.scripting import is_scripting
 
 
 class Model(nn.Module):
@@ -39,29 +42,46 @@ class Model(nn.Module):
         return result
 
 
-class ModelNew(Model):
+class ModelNew(FusedConvTranspose, Model):
     """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own.
 
-    [N, in_channels, H, W] to [N, out_channels, (H - 1) stride + kernel_size, ...].
+    [N, in_channels, H, W] to [N, out_channels, (H - 1) stride + kernel_size, ...]. A value or type
+    that cannot be right raises ValueError or TypeError naming the argument.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        conv, norm = self.conv_transpose, self.group_norm
-        return conv_transpose_act_norm(
-            x,
-            conv.weight,
-            conv.bias,
-            conv.stride,
-            cast(tuple[int, ...], conv.padding),
-            conv.output_padding,
-            conv.groups,
-            conv.dilation,
-            activation="gelu",
-            num_groups=norm.num_groups,
-            norm_weight=norm.weight,
-            norm_bias=norm.bias,
-            eps=norm.eps,
+    activation = "gelu"
+    order = "act_norm"
+    precision = None
+    _conv_type = nn.ConvTranspose2d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int],
+        groups: int,
+        num_groups: int,
+    ) -> None:
+        channels = integer("out_channels", out_channels, 1)
+        num_groups = integer("num_groups", num_groups, 1)
+        check_divides("num_groups", num_groups, channels, "output channels")
+        kernel: Any = integers("kernel_size", kernel_size, 2, 1)
+        step: Any = integers("stride", stride, 2, 1)
+        super().__init__(
+            integer("in_channels", in_channels, 1),
+            channels,
+            kernel,
+            step,
+            groups,
+            num_groups,
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_scripting():
+            return self._scripted(x)
+        else:
+            return self._run(x)
 
 
 #: Arguments and input of the full size, and of one that a processor computes in moments.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.arguments import flag, integer, integers
+from fusedconv.composing import departure
+from fusedconv.modules import FusedConvTranspose, check_divides
+from fusedconv.scripting import is_scripting
 
 
 class Model(nn.Module):
@@ -36,28 +40,53 @@ class Model(nn.Module):
         return result
 
 
-class ModelNew(Model):
+class ModelNew(FusedConvTranspose, Model):
     """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own.
 
-    [N, in_channels, D, H, W] to [N, out_channels, D + kernel_size - 1, ...].
+    [N, in_channels, D, H, W] to [N, out_channels, D + kernel_size - 1, ...]. A value or type that
+    cannot be right raises ValueError or TypeError naming the argument.
     """
 
+    activation = "relu"
+    order = "act_norm"
+    precision = None
+    _conv_type = nn.ConvTranspose3d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        groups: int,
+        bias: bool = False,
+    ) -> None:
+        channels = integer("out_channels", out_channels, 1)
+        groups = integer("groups", groups, 1)
+        check_divides("groups", groups, channels, "output channels")
+        kernel: Any = integers("kernel_size", kernel_size, 3, 1)
+        super().__init__(
+            integer("in_channels", in_channels, 1),
+            channels,
+            kernel,
+            groups,
+            flag("bias", bias),
+        )
+
     def forward(self, x: Tensor) -> Tensor:
-        conv, norm = self.conv_transpose, self.group_norm
-        return conv_transpose_act_norm(
-            x,
-            conv.weight,
-            conv.bias,
-            conv.stride,
-            cast(tuple[int, ...], conv.padding),
-            conv.output_padding,
-            conv.groups,
-            conv.dilation,
-            activation="relu",
-            num_groups=norm.num_groups,
-            norm_weight=norm.weight,
-            norm_bias=norm.bias,
-            eps=norm.eps,
+        if is_scripting():
+            return self._scripted(x)
+        else:
+            return self._run(x)
+
+    def _departure(self, conv: Any, norm: Any) -> str | None:
+        return super()._departure(conv, norm) or departure("relu", self.relu, nn.ReLU)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return self.relu(x)
+
+    def _steps(self) -> tuple[tuple[str, object], ...]:
+        return tuple(
+            (name, self.relu if name == "relu" else part) for name, part in super()._steps()
         )
 
 

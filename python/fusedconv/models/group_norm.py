@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
-from fusedconv.functional import group_norm
+from fusedconv import functional, scripting
+from fusedconv.arguments import integer
+from fusedconv.composing import announce, departure
+from fusedconv.modules import check_divides
+from fusedconv.scripting import is_scripting
 
 
 class Model(nn.Module):
@@ -21,11 +27,35 @@ class Model(nn.Module):
 
 
 class ModelNew(Model):
-    """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own."""
+    """``Model`` in fused kernels: arguments, parameters, random numbers and results are its own.
+
+    A value or type that cannot be right raises ValueError or TypeError naming the argument.
+    """
+
+    __constants__: ClassVar[list[str]] = ["_fuses"]
+    _fuses = scripting.AtScripting(lambda self: departure("gn", self.gn, nn.GroupNorm) is None)
+
+    def __init__(self, num_features: int, num_groups: int) -> None:
+        num_features = integer("num_features", num_features, 0)
+        num_groups = integer("num_groups", num_groups, 1)
+        check_divides("num_groups", num_groups, num_features, "features")
+        super().__init__(num_features, num_groups)
 
     def forward(self, x: Tensor) -> Tensor:
         norm = self.gn
-        return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+        if is_scripting():
+            if self._fuses:
+                return scripting.group_norm(
+                    x, norm.num_groups, norm.weight, norm.bias, norm.eps, None, "act_norm"
+                )
+            else:
+                return norm(x)
+        else:
+            reason = departure("gn", norm, nn.GroupNorm)
+            if reason is not None:
+                announce(self, reason, (("gn", norm),))
+                return norm(x)
+            return functional.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
 
 
 #: Arguments and input of the full size, and of one that a processor computes in moments.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,6 +36,9 @@ GRADIENT_FLOOR = {
     torch.float16: 1e-4,
     torch.bfloat16: 1e-3,
 }
+
+#: For tests that compile with inductor, which imports modules of torch's own that use torch.jit.
+WITH_INDUCTOR = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 
 def double(tensor: Tensor | None) -> Tensor | None:

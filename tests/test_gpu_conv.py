@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import WITH_INDUCTOR
 from torch import nn
 from torch.nn import functional as F
 
@@ -402,17 +403,14 @@ def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
         assert torch.equal(model(x), first)
 
 
-def test_graph_capture_streams_and_no_synchronisation():
+def test_graph_capture_streams_and_no_synchronisation(no_synchronisation):
     model = fusedconv.ModelNew(64, 64, 3, 1, 8, 8).cuda().eval()
     x = torch.rand(2, 64, 33, 35, device="cuda")
     with torch.no_grad():
         expected = model(x)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             model(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -460,11 +458,11 @@ def test_reference_serves_the_rest_and_says_so(caplog):
     torch.testing.assert_close(actual, expected)
 
 
-def test_compiled_model_agrees():
+@WITH_INDUCTOR
+def test_compiled_model_agrees(compiled):
     model = fusedconv.ModelNew(16, 32, 3, 1, 8, 8).cuda()
     x = torch.rand(2, 16, 20, 20, device="cuda", requires_grad=True)
-    compiled = torch.compile(model, fullgraph=True)
-    actual, expected = compiled(x), model(x)
+    actual, expected = compiled(model, fullgraph=True)(x), model(x)
     torch.testing.assert_close(actual, expected)
     actual.sum().backward()
     assert torch.isfinite(x.grad).all()

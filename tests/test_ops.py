@@ -12,6 +12,7 @@ from reference import (
     ACTIVATIONS,
     GRADIENT_FLOOR,
     ORDERS,
+    WITH_INDUCTOR,
     assert_as_accurate_as_torch,
     channels_last,
     misaligned,
@@ -650,14 +651,6 @@ class Everything(torch.nn.Module):
         return self.norm(self.strided(self.conv(x * 2) + 1)).mean(-1)
 
 
-@pytest.fixture
-def compiled():
-    """torch.compile from a clean slate, left clean."""
-    torch._dynamo.reset()
-    yield torch.compile
-    torch._dynamo.reset()
-
-
 def assert_compiles(compiled_model, model, x):
     compiled_x, x = x.clone().requires_grad_(), x.clone().requires_grad_()
     compiled_model(compiled_x).square().sum().backward()
@@ -715,9 +708,7 @@ def test_compiles_under_autocast(compiled):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch's modules that inductor imports
+@WITH_INDUCTOR
 def test_compiles_with_inductor(compiled):
     from torch._inductor.cpp_builder import get_cpp_compiler
 

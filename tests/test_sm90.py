@@ -81,7 +81,7 @@ def test_tiles_cover_every_output_once(row, layout):
     generator = random.Random(row["name"])
     tile = row["tile"][1]
     served = several_strips = linear = 0
-    for _ in range(150):
+    for _ in range(90):
         axes = generator.choice((2, 3))
         kernel = generator.randint(1, 5)
         dilation = generator.randint(1, 2)
@@ -102,7 +102,9 @@ def test_tiles_cover_every_output_once(row, layout):
         assert rest == 0
         assert tiles == math.ceil(p.positions / tile)
         stored = stored_pixels(p, tiles, tile, (1,) * (3 - axes) + tuple(output))
-        assert torch.equal(stored.sort().values, torch.arange(pixels)), (spatial, kernel, padding)
+        times = torch.bincount(stored, minlength=pixels)
+        assert times.shape == (pixels,)
+        assert (times == 1).all(), (spatial, kernel, padding, dilation)
         # The kernel takes eight positions as parts of one row or of two neighbouring ones, and a
         # linear plan's positions for pixels.
         assert p.pitch_w >= 8
@@ -115,8 +117,8 @@ def test_tiles_cover_every_output_once(row, layout):
         served += 1
         several_strips += p.strips > 1
         linear += p.linear
-    assert served >= 100
-    assert several_strips >= 5
+    assert served >= 60
+    assert several_strips >= 3
     assert linear >= 5
 
 

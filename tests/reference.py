@@ -37,8 +37,9 @@ GRADIENT_FLOOR = {
     torch.bfloat16: 1e-3,
 }
 
-#: For tests that compile with inductor, which imports modules of torch's own that use torch.jit.
-WITH_INDUCTOR = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+#: For tests of what makes torch import modules of its own that use torch.jit, which it deprecates:
+#: inductor and forward-mode derivatives.
+TORCH_SCRIPTS = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 
 def double(tensor: Tensor | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import WITH_INDUCTOR
+from reference import TORCH_SCRIPTS
 from torch import nn
 from torch.nn import functional as F
 
@@ -473,7 +473,7 @@ def test_reference_serves_the_rest_and_says_so(caplog):
     torch.testing.assert_close(actual, expected)
 
 
-@WITH_INDUCTOR
+@TORCH_SCRIPTS
 def test_compiled_model_agrees(compiled):
     model = fusedconv.ModelNew(16, 32, 3, 1, 8, 8).cuda()
     x = torch.rand(2, 16, 20, 20, device="cuda", requires_grad=True)

@@ -124,11 +124,15 @@ def strided(x: Tensor) -> Tensor:
     return view
 
 
-def misaligned(x: Tensor) -> Tensor:
-    """The same values, contiguous, at an address that is no multiple of 16 bytes."""
+def memory_at(x: Tensor, remainder: int) -> Tensor:
+    """The same values, contiguous, at an address that is ``remainder`` bytes past 16 of them."""
     memory = torch.full((x.numel() + 16,), torch.nan, dtype=x.dtype)
-    start = next(i for i in range(1, 16) if memory[i:].data_ptr() % 16)
+    start = next(i for i in range(16) if memory[i:].data_ptr() % 16 == remainder)
     view = memory[start : start + x.numel()].view(x.shape)
     view.copy_(x)
-    assert view.data_ptr() % 16
     return view
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same values, contiguous, at an address that is no multiple of 16 bytes."""
+    return memory_at(x, x.element_size())

@@ -40,8 +40,8 @@ def models() -> list[tuple[nn.Module, Tensor]]:
     ]
     for model, _ in cases:
         for parameter in model.parameters():
-            if parameter.dim() == 1:
-                nn.init.normal_(parameter)
+            # Groups of deviation 1 or so: normalising small ones would enlarge rounding errors.
+            nn.init.normal_(parameter)
     return cases
 
 
@@ -78,11 +78,14 @@ def train(rank: int, rendezvous: str, wrap: Callable[[nn.Module], nn.Module]) ->
             single = copy.deepcopy(model)
             wrapped = wrap(model)
             own = batch.chunk(RANKS)[rank]
-            optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
-            single_optimizer = torch.optim.AdamW(single.parameters(), lr=1e-2)
+            # No Adam: it divides by the gradient's size, so that rounding errors grow with a step.
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01, momentum=0.9)
+            single_optimizer = torch.optim.SGD(single.parameters(), lr=0.01, momentum=0.9)
             for _ in range(STEPS):
                 output, expected = wrapped(own), single(batch)
-                torch.testing.assert_close(output, expected.chunk(RANKS)[rank])
+                torch.testing.assert_close(
+                    output, expected.chunk(RANKS)[rank], rtol=1e-5, atol=1e-5
+                )
                 output.square().mean().backward()
                 expected.square().mean().backward()
                 pairs = list(zip(wrapped.parameters(), single.parameters(), strict=True))
@@ -95,7 +98,7 @@ def train(rank: int, rendezvous: str, wrap: Callable[[nn.Module], nn.Module]) ->
                 single_optimizer.step()
                 for parameter, other in pairs:
                     torch.testing.assert_close(
-                        whole(parameter), other.detach(), rtol=1e-5, atol=1e-5
+                        whole(parameter), other.detach(), rtol=1e-5, atol=1e-6
                     )
                 optimizer.zero_grad()
                 single_optimizer.zero_grad()

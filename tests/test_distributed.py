@@ -60,6 +60,11 @@ def wrap_fsdp(model: nn.Module, kinds: tuple[type, ...] = (ConvTransposeActNorm2
     return fully_shard(model, mesh=mesh)
 
 
+def wrap_fsdp_by_child(model: nn.Module) -> nn.Module:
+    """Also the convolutions and normalisations inside our modules are gathered by themselves."""
+    return wrap_fsdp(model, (nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm))
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A parameter or gradient as a single process has it."""
     gather = getattr(tensor, "full_tensor", None)
@@ -106,6 +111,8 @@ def train(rank: int, rendezvous: str, wrap: Callable[[nn.Module], nn.Module]) ->
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrap", [wrap_ddp, wrap_fsdp], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "wrap", [wrap_ddp, wrap_fsdp, wrap_fsdp_by_child], ids=lambda w: w.__name__
+)
 def test_ranks_train_as_one_process(wrap, tmp_path):
     torch.multiprocessing.spawn(train, (str(tmp_path / "rendezvous"), wrap), nprocs=RANKS)

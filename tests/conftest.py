@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import hypothesis
 import pytest
@@ -35,8 +39,98 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _synchronisation_mode() -> int:
+    # Asking would initialise CUDA.
+    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
+def _set_synchronisation_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        # torch says so once a process; as an error it would come after the mode is set.
+        warnings.filterwarnings(
+            "ignore", "Synchronization debug mode is a prototype feature", UserWarning
+        )
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _conv_precision() -> tuple[bool | None, str | None]:
+    """torch's older and newer switch; None where torch has none or they contradict each other."""
+    try:
+        older = torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        older = None
+    conv = getattr(torch.backends.cudnn, "conv", None)
+    return older, None if conv is None else conv.fp32_precision
+
+
+def _set_conv_precision(precision: tuple[bool | None, str | None]) -> None:
+    older, newer = precision
+    if older is not None:
+        torch.backends.cudnn.allow_tf32 = older
+    if newer is not None:
+        torch.backends.cudnn.conv.fp32_precision = newer
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("FUSEDCONV_")}
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in _environment():
+        del os.environ[name]
+    os.environ.update(variables)
+
+
+def _cudnn(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    cudnn = torch.backends.cudnn
+    return lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value)
+
+
+#: What holds for a whole process and results, warnings or errors depend on: how to ask and set.
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "deterministic algorithms": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "convolution precision": (_conv_precision, _set_conv_precision),
+    "cudnn.enabled": _cudnn("enabled"),
+    "cudnn.benchmark": _cudnn("benchmark"),
+    "cudnn.deterministic": _cudnn("deterministic"),
+    "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    "synchronisation mode": (_synchronisation_mode, _set_synchronisation_mode),
+    "environment": (_environment, _set_environment),
+}
+
+
+@contextmanager
+def switches_kept() -> Iterator[None]:
+    """Raises AssertionError at the end where a switch differs, after setting it back."""
+    before = {name: get() for name, (get, _) in SWITCHES.items()}
+    yield
+    changed = {}
+    for name, (get, set_back) in SWITCHES.items():
+        after = get()
+        if after != before[name]:
+            changed[name] = f"{before[name]} -> {after}"
+            set_back(before[name])
+    assert not changed, f"switches of the process left changed: {changed}"
+
+
 @pytest.fixture(autouse=True)
-def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _switches_kept() -> Iterator[None]:
+    """A test that leaves a switch changed fails, and no later one with it."""
+    with switches_kept():
+        yield
+
+
+# monkeypatch comes second, so that it puts things back before the switches are looked at.
+@pytest.fixture(autouse=True)
+def _fresh_state(_switches_kept: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test selects its kernels anew, from a fixed seed, and forces none unless it says so."""
     monkeypatch.delenv("FUSEDCONV_KERNEL", raising=False)
     fusedconv.clear_cache()
@@ -79,3 +173,27 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    """with no_synchronisation(): what waits for the GPU raises RuntimeError."""
+
+    @contextmanager
+    def forbid() -> Iterator[None]:
+        before = _synchronisation_mode()
+        try:
+            _set_synchronisation_mode("error")
+            yield
+        finally:
+            _set_synchronisation_mode(before)
+
+    return forbid
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """torch.compile from a clean slate, left clean."""
+    torch._dynamo.reset()
+    yield torch.compile
+    torch._dynamo.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,6 +36,10 @@ GRADIENT_FLOOR = {
     torch.float16: 1e-4,
     torch.bfloat16: 1e-3,
 }
+
+#: For tests of what makes torch import modules of its own that use torch.jit, which it deprecates:
+#: inductor and forward-mode derivatives.
+TORCH_SCRIPTS = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
 
 def double(tensor: Tensor | None) -> Tensor | None:
@@ -119,11 +124,15 @@ def strided(x: Tensor) -> Tensor:
     return view
 
 
-def misaligned(x: Tensor) -> Tensor:
-    """The same values, contiguous, at an address that is no multiple of 16 bytes."""
+def memory_at(x: Tensor, remainder: int) -> Tensor:
+    """The same values, contiguous, at an address that is ``remainder`` bytes past 16 of them."""
     memory = torch.full((x.numel() + 16,), torch.nan, dtype=x.dtype)
-    start = next(i for i in range(1, 16) if memory[i:].data_ptr() % 16)
+    start = next(i for i in range(16) if memory[i:].data_ptr() % 16 == remainder)
     view = memory[start : start + x.numel()].view(x.shape)
     view.copy_(x)
-    assert view.data_ptr() % 16
     return view
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same values, contiguous, at an address that is no multiple of 16 bytes."""
+    return memory_at(x, x.element_size())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import TORCH_SCRIPTS
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,7 +50,7 @@ def eager_precision(monkeypatch):
 
 
 def bound(eager_error: float, precision: str) -> float:
-    # The issue's 1.1 x eager, and a floor of a few roundings for results that eager has exact.
+    # 1.1 times eager's error, and a floor of a few roundings for results that eager has exact.
     return 1.1 * eager_error + {"tf32": 2e-6, "fp32": 4e-8, "fp16": 1e-5, "bf16": 1e-4}[precision]
 
 
@@ -134,6 +135,11 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
             assert error <= bound(eager_error, precision), (case, layout, error, eager_error)
 
 
+#: Problems that each Hopper row must serve among so many; some filters or stages do not fit.
+RANDOM_PROBLEMS = 24
+MOST_RANDOM_PROBLEMS = 60
+
+
 def random_problem(generator: random.Random) -> dict[str, Any]:
     """A convolution of two or three axes with odd sizes, and what follows it."""
     axes = generator.choice((2, 2, 3))
@@ -162,16 +168,23 @@ def random_problem(generator: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("sharing", ["turns", "channels", "positions"])
+# The filter of strict fp32 is twice as large: no row keeps it in shared memory.
+@pytest.mark.parametrize(
+    ("sharing", "precision"),
+    [
+        (sharing, precision)
+        for sharing in ("turns", "channels", "positions")
+        for precision in PRECISIONS
+        if (sharing, precision) != ("turns", "fp32")
+    ],
+)
 def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision):
     kernels = [
         k
         for k in registry().kernels()
         if k.provider == "cutlass_sm90" and k.name.endswith(sharing) and _serves(k, precision)
     ]
-    if not kernels:
-        pytest.skip(f"no {sharing} row of {precision} is compiled")
+    assert kernels
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the rows run on compute capability 9.0")
     monkeypatch.setenv("FUSEDCONV_KERNEL", kernels[0].name)
@@ -179,7 +192,9 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
     dtype = DTYPES[precision]
     generator = random.Random(f"{sharing} {precision}")
     served = 0
-    while served < 24:
+    for _ in range(MOST_RANDOM_PROBLEMS):
+        if served == RANDOM_PROBLEMS:
+            break
         case = random_problem(generator)
         x = torch.randn(case["batch"], case["channels"], *case["spatial"], device="cuda").to(dtype)
         if case["layout"] == "nhwc":
@@ -230,6 +245,7 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
             eager_error = max(eager_error, relative_error(run(*rounded), reference))
         error = relative_error(actual, reference)
         assert error <= bound(eager_error, precision), (case, error, eager_error)
+    assert served == RANDOM_PROBLEMS
 
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -402,17 +418,14 @@ def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
         assert torch.equal(model(x), first)
 
 
-def test_graph_capture_streams_and_no_synchronisation():
+def test_graph_capture_streams_and_no_synchronisation(no_synchronisation):
     model = fusedconv.ModelNew(64, 64, 3, 1, 8, 8).cuda().eval()
     x = torch.rand(2, 64, 33, 35, device="cuda")
     with torch.no_grad():
         expected = model(x)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             model(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -460,11 +473,11 @@ def test_reference_serves_the_rest_and_says_so(caplog):
     torch.testing.assert_close(actual, expected)
 
 
-def test_compiled_model_agrees():
+@TORCH_SCRIPTS
+def test_compiled_model_agrees(compiled):
     model = fusedconv.ModelNew(16, 32, 3, 1, 8, 8).cuda()
     x = torch.rand(2, 16, 20, 20, device="cuda", requires_grad=True)
-    compiled = torch.compile(model, fullgraph=True)
-    actual, expected = compiled(x), model(x)
+    actual, expected = compiled(model, fullgraph=True)(x), model(x)
     torch.testing.assert_close(actual, expected)
     actual.sum().backward()
     assert torch.isfinite(x.grad).all()

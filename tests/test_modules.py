@@ -14,7 +14,7 @@ from reference import (
     assert_as_accurate_as_torch,
     channels_last,
     is_channels_last,
-    misaligned,
+    memory_at,
     strided,
 )
 from systems import SMALL, perturbed
@@ -28,6 +28,7 @@ from fusedconv import (
     GroupNorm,
     functional,
 )
+from fusedconv.kernels.cpu import CpuPlan
 from fusedconv.models import SYSTEMS
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -444,16 +445,43 @@ def test_channels_last_weights_are_served():
     assert both.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_one_plan_does_not_serve_another_layout_or_alignment():
-    """Same shape and dtype, other memory: each call reads its own."""
+def test_one_plan_does_not_serve_another_layout_or_alignment(monkeypatch):
+    """Same shape and dtype, other memory: each call runs a plan of its layout and alignment."""
     module = perturbed(ConvTransposeActNorm2d(5, 8, 3, num_groups=2, activation="relu"))
     norm = perturbed(GroupNorm(5, 5))
     x = torch.randn(3, 5, 7, 9)
+    aligned = memory_at(x, 0)
+    assert aligned.data_ptr() % 16 == 0
+    ran = []
+    run = CpuPlan.run
+
+    def spy(plan, *tensors):
+        ran.append(plan.problem)
+        return run(plan, *tensors)
+
+    monkeypatch.setattr(CpuPlan, "run", spy)
+    inputs = [
+        (aligned, "nchw", True),
+        (memory_at(x, 4), "nchw", False),
+        (channels_last(x), "nhwc", None),
+        (strided(x), "strided", None),
+        (memory_at(x, 8), "nchw", False),
+        (aligned, "nchw", True),
+    ]
     with torch.no_grad():
         for each in (module, norm):
             expected = each(x)
-            for other in (channels_last, strided, misaligned, lambda t: t, channels_last):
-                torch.testing.assert_close(each(other(x)), expected, rtol=1e-5, atol=1e-5)
+            for _ in range(2):  # the second time from the cache
+                for other, layout, is_aligned in inputs:
+                    ran.clear()
+                    torch.testing.assert_close(each(other), expected, rtol=1e-5, atol=1e-5)
+                    (problem,) = ran
+                    assert problem.layout == layout
+                    assert problem.aligned == (other.data_ptr() % 16 == 0)
+                    if is_aligned is not None:
+                        assert problem.aligned == is_aligned
+                    (explanation,) = fusedconv.explain(each, other, file=io.StringIO())
+                    assert explanation.problem == problem
 
 
 def test_group_norm_module_is_torchs_with_an_activation():

@@ -12,6 +12,7 @@ from reference import (
     ACTIVATIONS,
     GRADIENT_FLOOR,
     ORDERS,
+    TORCH_SCRIPTS,
     assert_as_accurate_as_torch,
     channels_last,
     misaligned,
@@ -650,14 +651,6 @@ class Everything(torch.nn.Module):
         return self.norm(self.strided(self.conv(x * 2) + 1)).mean(-1)
 
 
-@pytest.fixture
-def compiled():
-    """torch.compile from a clean slate, left clean."""
-    torch._dynamo.reset()
-    yield torch.compile
-    torch._dynamo.reset()
-
-
 def assert_compiles(compiled_model, model, x):
     compiled_x, x = x.clone().requires_grad_(), x.clone().requires_grad_()
     compiled_model(compiled_x).square().sum().backward()
@@ -715,9 +708,7 @@ def test_compiles_under_autocast(compiled):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # of torch's modules that inductor imports
+@TORCH_SCRIPTS
 def test_compiles_with_inductor(compiled):
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -744,31 +735,7 @@ def test_exports(random):
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-# ---- transforms, subclasses, modes ---------------------------------------------------------------
-
-
-def test_vmap_is_a_loop_or_an_error():
-    x = torch.randn(3, 2, 4, 5, 5)
-    expected = torch.stack([functional.group_norm(each, 2, activation="gelu") for each in x])
-    try:
-        actual = torch.vmap(lambda each: functional.group_norm(each, 2, activation="gelu"))(x)
-    except (RuntimeError, NotImplementedError):
-        return
-    torch.testing.assert_close(actual, expected)
-
-
-def test_functional_gradients_are_autograds_or_an_error():
-    x = torch.randn(2, 4, 5, 5, requires_grad=True)
-
-    def loss(x):
-        return functional.group_norm(x, 2, activation="gelu").pow(3).sum()
-
-    (expected,) = torch.autograd.grad(loss(x), x)
-    try:
-        actual = torch.func.grad(loss)(x.detach())
-    except (RuntimeError, NotImplementedError):
-        return
-    torch.testing.assert_close(actual, expected)
+# ---- subclasses, modes ---------------------------------------------------------------------------
 
 
 def test_subclasses_and_modes_see_the_operator():

@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+import torch
 
 import fusedconv
 from fusedconv import _C
@@ -55,28 +56,70 @@ def test_rows_are_named_and_numbered():
     assert TF32X3 not in {row["math"] for row in rows() if row["sharing"] == TURNS}
 
 
+def stored_pixels(p: _C.Sm90Plan, tiles: int, tile: int, output: tuple[int, int, int]):
+    """The output pixels that a sample's tiles store, in the order in which they store them.
+
+    A tile is ``tile`` neighbouring positions of a strip's line. Position i lies in column
+    i % pitch_w of row i // pitch_w, and pitch_h rows make a slice; what a pitch leaves beside the
+    strip's columns and the output's rows is not stored.
+    """
+    z, height, width = output
+    position = torch.arange(tiles * tile)
+    column, row = position % p.pitch_w, position // p.pitch_w
+    row, slice_ = row % p.pitch_h, row // p.pitch_h
+    stored = []
+    for strip in range(p.strips):
+        first = strip * p.strip_width
+        inside = (slice_ < z) & (row < height) & (column < min(p.strip_width, width - first))
+        stored.append(((slice_ * height + row) * width + first + column)[inside])
+    return torch.cat(stored)
+
+
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
 @pytest.mark.parametrize("layout", [0, 1])
-def test_tiles_cover_every_output(row, layout):
+def test_tiles_cover_every_output_once(row, layout):
     generator = random.Random(row["name"])
-    for _ in range(200):
+    tile = row["tile"][1]
+    served = several_strips = linear = 0
+    for _ in range(90):
         axes = generator.choice((2, 3))
         kernel = generator.randint(1, 5)
         dilation = generator.randint(1, 2)
-        padding = generator.randint(0, dilation * (kernel - 1))
+        # Without padding lines can be the output plane itself; wide planes are cut into strips.
+        padding = generator.choice((0, generator.randint(0, dilation * (kernel - 1))))
         least = max(1, 2 * padding - dilation * (kernel - 1) + 1)
         spatial = [generator.randint(least, least + 300 // axes**2) for _ in range(axes)]
+        spatial[-1] += generator.choice((0, 200 // axes))
         out = generator.randint(1, 64)
         p = plan(row, 24, out, spatial, kernel, padding, dilation, layout)
         if p.obstacle:
             assert row["sharing"] == TURNS  # 125 taps of 24 channels need not fit
             continue
-        pixels = math.prod(n + dilation * (kernel - 1) - 2 * padding for n in spatial)
-        tile = row["tile"][1]
-        assert p.tiles * tile >= pixels
+        output = [n + dilation * (kernel - 1) - 2 * padding for n in spatial]
+        pixels = math.prod(output)
+        # At most 64 output channels: one tile along them.
+        tiles, rest = divmod(p.tiles, p.strips)
+        assert rest == 0
+        assert tiles == math.ceil(p.positions / tile)
+        stored = stored_pixels(p, tiles, tile, (1,) * (3 - axes) + tuple(output))
+        times = torch.bincount(stored, minlength=pixels)
+        assert times.shape == (pixels,)
+        assert (times == 1).all(), (spatial, kernel, padding, dilation)
+        # The kernel takes eight positions as parts of one row or of two neighbouring ones, and a
+        # linear plan's positions for pixels.
+        assert p.pitch_w >= 8
+        if p.linear:
+            assert p.positions == pixels
+            assert torch.equal(stored, torch.arange(pixels))
         # Halos and rounding: far less than everything twice, but for tiny planes.
-        if pixels > 20_000 and kernel < 4:
+        if pixels > 20_000 and kernel < 4 and dilation == 1:
             assert p.tiles * tile <= 1.5 * pixels
+        served += 1
+        several_strips += p.strips > 1
+        linear += p.linear
+    assert served >= 60
+    assert several_strips >= 3
+    assert linear >= 5
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])

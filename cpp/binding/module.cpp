@@ -183,6 +183,12 @@ void bind_sm90(py::module_& m) {
                                sm90::Schedule const& s = p.schedule;
                                return s.tiles * s.strips * s.blocks_k;
                              })
+      .def_property_readonly("positions", [](sm90::Plan const& p) { return p.schedule.positions; })
+      .def_property_readonly("strip_width",
+                             [](sm90::Plan const& p) { return p.schedule.strip_width; })
+      .def_property_readonly("pitch_w", [](sm90::Plan const& p) { return p.schedule.pitch_w; })
+      .def_property_readonly("pitch_h", [](sm90::Plan const& p) { return p.schedule.pitch_h; })
+      .def_property_readonly("linear", [](sm90::Plan const& p) { return p.schedule.linear; })
       .def_property_readonly("stages", [](sm90::Plan const& p) { return p.schedule.stages; })
       .def_property_readonly("stage_rows",
                              [](sm90::Plan const& p) { return p.schedule.stage_rows; })

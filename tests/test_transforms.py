@@ -1,0 +1,186 @@
+"""torch.func's transforms and forward-mode tangents: those of the composition of operators."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from fusedconv import ConvTransposeActNorm2d, functional
+
+pytestmark = reference.TORCH_SCRIPTS
+
+
+def norm_act(group_norm, x, weight, bias):
+    return group_norm(x, 2, weight, bias, 1e-3, activation="silu", order="norm_act")
+
+
+def act_norm(group_norm, x, weight, bias):
+    return group_norm(x, 2, weight, bias, activation="gelu")
+
+
+def conv(conv_transpose_act_norm, x, weight, bias, norm_weight, norm_bias):
+    return conv_transpose_act_norm(
+        x,
+        weight,
+        bias,
+        padding=1,
+        activation="gelu_tanh",
+        num_groups=3,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+    )
+
+
+def conv_without_norm(conv_transpose_act_norm, x, weight, bias):
+    return conv_transpose_act_norm(x, weight, bias, stride=2, activation="silu")
+
+
+X = (2, 4, 3, 2)
+#: What is called with our function and with the composition, and the shapes of its tensors.
+CALLS = {
+    "norm_act": (norm_act, "group_norm", (X, (4,), (4,))),
+    "act_norm": (act_norm, "group_norm", (X, (4,), (4,))),
+    "conv": (conv, "conv_transpose_act_norm", (X, (4, 6, 2, 3), (6,), (6,), (6,))),
+    "conv_without_norm": (conv_without_norm, "conv_transpose_act_norm", (X, (4, 6, 2, 3), (6,))),
+}
+
+
+def cube_sum(function):
+    return lambda *tensors: function(*tensors).pow(3).sum()
+
+
+def vjp(function, tensors, like):
+    output, pull = torch.func.vjp(function, *tensors)
+    return output, pull(like(output))
+
+
+def jvp(function, tensors, like):
+    return torch.func.jvp(function, tensors, tuple(like(t) for t in tensors))
+
+
+def dual_numbers(function, tensors, like):
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, like(t)) for t in tensors]
+        return tuple(forward_ad.unpack_dual(function(*duals)))
+
+
+def dual_number_of_one(function, tensors, like):
+    """Only the last tensor, a bias or a weight, has a tangent."""
+    with forward_ad.dual_level():
+        *others, last = tensors
+        output = function(*others, forward_ad.make_dual(last, like(last)))
+        return tuple(forward_ad.unpack_dual(output))
+
+
+def dual_numbers_without_gradients(function, tensors, like):
+    with torch.no_grad():
+        return dual_numbers(function, tensors, like)
+
+
+def every(tensors):
+    return tuple(range(len(tensors)))
+
+
+def of_samples(function, tensors, like):
+    """vmap over three inputs, the other tensors shared."""
+    inputs = torch.stack([tensors[0], like(tensors[0]), tensors[0].sin()])
+    return torch.vmap(function, in_dims=(0, *[None] * (len(tensors) - 1)))(inputs, *tensors[1:])
+
+
+TRANSFORMS = {
+    "grad": lambda f, tensors, like: torch.func.grad(cube_sum(f), every(tensors))(*tensors),
+    "vjp": vjp,
+    "jvp": jvp,
+    "jacrev": lambda f, tensors, like: torch.func.jacrev(f, every(tensors))(*tensors),
+    "jacfwd": lambda f, tensors, like: torch.func.jacfwd(f, every(tensors))(*tensors),
+    "hessian": lambda f, tensors, like: torch.func.hessian(cube_sum(f))(*tensors),
+    "hessian of a parameter": lambda f, tensors, like: torch.func.hessian(cube_sum(f), 1)(*tensors),
+    "vmap": of_samples,
+    "vmap of grad": lambda f, tensors, like: of_samples(
+        torch.func.grad(cube_sum(f), every(tensors)), tensors, like
+    ),
+    "vmap of jvp": lambda f, tensors, like: of_samples(
+        lambda *each: jvp(f, each, torch.ones_like), tensors, like
+    ),
+    "grad of vmap": lambda f, tensors, like: torch.func.grad(
+        lambda *each: of_samples(f, each, like).pow(3).sum(), every(tensors)
+    )(*tensors),
+    "dual numbers": dual_numbers,
+    "dual number of one": dual_number_of_one,
+    "dual numbers without gradients": dual_numbers_without_gradients,
+}
+
+
+def pair(call, dtype=torch.float64):
+    """Our function, the composition, their tensors, and what makes tangents for both."""
+    apply, name, shapes = CALLS[call]
+    generator = torch.Generator().manual_seed(6)
+    tensors = tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
+
+    def ours(*tensors):
+        return apply(getattr(functional, name), *tensors)
+
+    def composition(*tensors):
+        return apply(getattr(reference, name), *tensors)
+
+    return ours, composition, tensors, torch.cos
+
+
+def assert_same(actual, expected, **tolerances):
+    actual, spec = pytree.tree_flatten(actual)
+    expected, expected_spec = pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    assert any(value.any() for value in expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerances)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("call", CALLS)
+def test_transforms_are_the_compositions(call, transform):
+    ours, composition, tensors, like = pair(call)
+    expected = TRANSFORMS[transform](composition, tensors, like)
+    assert_same(TRANSFORMS[transform](ours, tensors, like), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "jacrev", "vmap of grad", "dual numbers"])
+@pytest.mark.parametrize("call", CALLS)
+def test_transforms_in_float32(call, transform):
+    """The dtype that kernels of ours serve, which no transform may be sent to by mistake."""
+    ours, _, tensors, like = pair(call, torch.float32)
+    _, composition, exact, _ = pair(call)
+    expected = TRANSFORMS[transform](composition, exact, like)
+    actual = pytree.tree_map(torch.Tensor.double, TRANSFORMS[transform](ours, tensors, like))
+    assert_same(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_per_sample_of_a_module():
+    """functional_call under vmap of grad, as libraries of differential privacy do it."""
+    module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2, activation="gelu", dtype=torch.float64)
+    parameters = dict(module.named_parameters())
+    x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
+
+    def loss(parameters, sample):
+        output = torch.func.functional_call(module, parameters, (sample.unsqueeze(0),))
+        return output.pow(3).sum()
+
+    gradients = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    assert gradients.keys() == parameters.keys()
+    for index, sample in enumerate(x):
+        module.zero_grad()
+        composed = reference.conv_transpose_act_norm(
+            sample.unsqueeze(0),
+            *(module.conv_transpose.weight, module.conv_transpose.bias),
+            activation="gelu",
+            num_groups=2,
+            norm_weight=module.group_norm.weight,
+            norm_bias=module.group_norm.bias,
+        )
+        composed.pow(3).sum().backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(gradients[name][index], parameter.grad, msg=name)

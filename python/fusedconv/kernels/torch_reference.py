@@ -113,6 +113,9 @@ def _group_norm_with_statistics(
     norm: NormGeometry, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, channels, *spatial = x.shape
+    # torch's operator takes them for contiguous, whatever their strides.
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     output, mean, rstd = torch.ops.aten.native_group_norm(
         x.contiguous(), weight, bias, batch, channels, math.prod(spatial), norm.num_groups, norm.eps
     )

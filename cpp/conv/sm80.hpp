@@ -45,8 +45,10 @@ struct cutlass::NumericArrayConverter<cutlass::tfloat32_t, float, kCount,
     result_type result;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
-      float const rounded = fusedconv::device::round_to_tf32(source[i]);
-      result[i] = cutlass::tfloat32_t::bitcast(__float_as_uint(rounded));
+      uint32_t rounded = __float_as_uint(fusedconv::device::round_to_tf32(source[i]));
+      // In order: rounding all of a fragment ahead of its products would take more registers.
+      asm volatile("" : "+r"(rounded));
+      result[i] = cutlass::tfloat32_t::bitcast(rounded);
     }
     return result;
   }

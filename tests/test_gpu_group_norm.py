@@ -167,19 +167,13 @@ def test_large_mean_in_16_bits(layout, dtype):
     assert error <= 1.1 * relative_error(F.group_norm(x, 8), reference) + FLOOR[dtype]
 
 
-# (shape, groups, layout, kernels that serve it beside the two passes): groups from 16 elements to
-# millions, planes that no vector divides.
+# (shape, groups): groups from 16 elements to millions, planes that no vector divides.
 LARGE_MEAN_CASES = [
-    ((64, 32, 4, 4), 32, "nchw", ONE_PASS),
-    ((64, 32, 4, 4), 32, "nhwc", []),
-    ((4, 64, 24, 24), 8, "nchw", ONE_PASS),
-    ((4, 64, 24, 24), 8, "nhwc", ["groupnorm_resident"]),
-    ((3, 6, 31, 33), 2, "nchw", ["groupnorm_resident"]),
-    ((3, 6, 31, 33), 2, "nhwc", []),
-    ((2, 64, 96, 96), 8, "nchw", ["groupnorm_streamed"]),
-    ((2, 64, 96, 96), 8, "nhwc", []),
-    ((1, 16, 700, 900), 2, "nchw", ["groupnorm_streamed"]),
-    ((1, 16, 700, 900), 2, "nhwc", []),
+    ((64, 32, 4, 4), 32),
+    ((4, 64, 24, 24), 8),
+    ((3, 6, 31, 33), 2),
+    ((2, 64, 96, 96), 8),
+    ((1, 16, 700, 900), 2),
 ]
 
 
@@ -187,15 +181,23 @@ LARGE_MEAN_CASES = [
 @pytest.mark.parametrize(
     ("shape", "groups", "layout", "kernel"),
     [
-        (shape, groups, layout, kernel)
-        for shape, groups, layout, one_pass in LARGE_MEAN_CASES
-        for kernel in [*one_pass, "groupnorm_two_pass"]
+        (*case, kernel)
+        for case in with_layouts(LARGE_MEAN_CASES)
+        for kernel in KERNELS
+        if serves(
+            kernel,
+            *case[:2],
+            torch.float32,
+            case[2] == "nhwc",
+            capability=(9, 0),
+            multiprocessors=132,
+        )
     ],
     ids=str,
 )
 def test_large_mean(shape, groups, layout, kernel, mean, monkeypatch):
     """Deviation 1: a mean in one float would be off by up to half a thousandth of it at 1e4."""
-    if kernel == "groupnorm_streamed" and torch.cuda.get_device_capability() < (9, 0):
+    if kernel == "groupnorm_streamed" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel needs compute capability 9.0")
     monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
     x = torch.randn(shape, device="cuda") + mean

@@ -106,6 +106,8 @@ py::dict row_dict(int index, conv::ConvRow const& row) {
   result["max_filter_extent"] = row.max_filter_extent;
   result["max_tensor_bytes"] = row.max_tensor_bytes;
   result["teraflops"] = row.teraflops;
+  result["longest_sum"] = row.longest_sum;
+  result["most_parts"] = row.most_parts;
   return result;
 }
 

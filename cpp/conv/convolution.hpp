@@ -60,6 +60,10 @@ struct ConvRow {
   int max_filter_extent;
   int64_t max_tensor_bytes;  // input, filter and output of one launch, each
   int teraflops;             // per second, of a full H200 on a large problem with bias and GELU
+  // Sums longer than this are cut into as many parts as it takes, most_parts at most, which blocks of
+  // their own take and add to the output in turn.
+  int longest_sum;
+  int most_parts;
   void (*launch)(ConvArguments const&, cudaStream_t);
   int64_t (*workspace_bytes)(ConvProblem const&);
 };

@@ -227,11 +227,11 @@ struct Sm80Traits {
   // Rounding errors of a long sum grow with its length. Strict fp32 cuts it where eager's own would
   // be passed otherwise: one more trip of the output through memory per part.
   static constexpr int kLongestSum = 1024;
+  static constexpr int kMostParts = kMath == Math::kTf32x3 ? 4 : 1;
 
   static int parts_of(ConvProblem const& p) {
-    if (kMath != Math::kTf32x3) return 1;
     int64_t const depth = int64_t(p.c) * p.t * p.r * p.s;
-    return int(std::min<int64_t>({ceil_div(depth, kLongestSum), p.c / Tile::kK, 4}));
+    return int(std::min<int64_t>({ceil_div(depth, kLongestSum), p.c / Tile::kK, kMostParts}));
   }
 
   static auto problem_size(ConvProblem const& p) {
@@ -309,6 +309,8 @@ struct Sm80Traits {
         .max_filter_extent = 32,  // one bit of a 32-bit predicate mask per filter position
         .max_tensor_bytes = (int64_t(1) << 31) - 1,
         .teraflops = kTeraflops,
+        .longest_sum = kLongestSum,
+        .most_parts = kMostParts,
         .launch = &launch,
         .workspace_bytes = &workspace_bytes,
     };

@@ -70,6 +70,8 @@ class _Row:
     #: Per second, of a full H200 on a large problem with bias and GELU. Other devices scale with
     #: their multiprocessors; only ratios decide.
     teraflops: int
+    longest_sum: int
+    most_parts: int
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -163,26 +165,36 @@ class CutlassSm80(Kernel):
         pixels = math.prod(problem.output_spatial)
         tiles_n = -(-self._padded(problem.output_channels) // tile_n)
         slots = max(1, problem.multiprocessors)
+        depth = self._padded(problem.channels) * math.prod(problem.conv.kernel_size)
+        parts = self._parts(problem)
         waves = 0.0
         for samples, launches in _chunks(problem.batch, chunk):
-            tiles = -(-samples * pixels // tile_m) * tiles_n
+            tiles = -(-samples * pixels // tile_m) * tiles_n * parts
             # Two blocks share a multiprocessor, so a last wave of half the size costs about half;
             # but one alone takes longer than half of what two take.
             waves += launches * max(_ALONE[row.dimensions], math.ceil(2 * tiles / slots) / 2)
-        depth = self._padded(problem.channels) * math.prod(problem.conv.kernel_size)
-        tile_flops = 2.0 * tile_m * tile_n * depth
+        tile_flops = 2.0 * tile_m * tile_n * depth / parts
         conv = waves * tile_flops * _RATED_SLOTS / (row.teraflops * 1e12) * 1e3
         launches = -(-problem.batch // chunk) * (5 if problem.norm is not None else 3)
         size = problem.dtype.itemsize
         moved = problem.minimal_bytes
         if not self._reads_input_directly(problem):
             moved += problem.input_elements * size
-        moved += 2 * problem.output_elements * size * (problem.norm is not None)
+        # A part beyond the first reads and writes the sum so far.
+        moved += 2 * problem.output_elements * size * ((problem.norm is not None) + parts - 1)
         if problem.layout == "strided":
             moved += 2 * problem.input_elements * size
         return (
             conv + copy_milliseconds(moved, problem.architecture) + LAUNCH_MILLISECONDS * launches
         )
+
+    def _parts(self, problem: Problem) -> int:
+        """Into how many the sum over taps and channels is cut."""
+        assert problem.conv is not None
+        channels = self._padded(problem.channels)
+        depth = channels * math.prod(problem.conv.kernel_size)
+        row = self.row
+        return min(-(-depth // row.longest_sum), channels // row.tile[2], row.most_parts)
 
     # ---- how it runs ----
 

@@ -79,10 +79,9 @@ class Shape:
         taps = self.kernel_size ** len(self.spatial)
         return 2 * self.batch * self.channels * self.out_channels * taps * math.prod(self.spatial)
 
-    def problem(self, precision: str | None = None) -> Problem:
-        """Of the shape on an H200, in another precision if one is given."""
-        precision = precision or self.precision
-        fields = dataclasses.asdict(self) | {"precision": precision, "dtype": DTYPES[precision]}
+    def problem(self) -> Problem:
+        """Of the shape on an H200."""
+        fields = dataclasses.asdict(self) | {"dtype": DTYPES[self.precision]}
         return hypothetical.problem(device="cuda", architecture=90, **fields)
 
 
@@ -172,7 +171,7 @@ def _convolutions(problem: Problem) -> list[Kernel]:
     ]
 
 
-def _call(shape: Shape, precision: str) -> Callable[[], Tensor]:
+def _call(shape: Shape) -> Callable[[], Tensor]:
     dtype = DTYPES[shape.precision]
     axes = len(shape.spatial)
 
@@ -195,17 +194,17 @@ def _call(shape: Shape, precision: str) -> Callable[[], Tensor]:
             num_groups=shape.num_groups,
             norm_weight=norm_weight,
             norm_bias=norm_bias,
-            precision=precision if dtype == torch.float32 else None,
+            precision=shape.precision if dtype == torch.float32 else None,
         )
 
     return call
 
 
-def _rows(shape: Shape, precision: str) -> dict[str, dict[str, float]]:
-    """Times by row of a shape in a precision, which is its own or, for TF32, "fp32"."""
-    call = _call(shape, precision)
+def _rows(shape: Shape) -> dict[str, dict[str, float]]:
+    """Times by row of a shape; rows of strict fp32 serve TF32 too."""
+    call = _call(shape)
     result = {}
-    for kernel in _convolutions(shape.problem(precision)):
+    for kernel in _convolutions(shape.problem()):
         os.environ[FORCE_VARIABLE] = kernel.name
         clear_cache()
         try:
@@ -225,12 +224,7 @@ def measure(output: Path, commit: str | None) -> None:
     problems = []
     with torch.no_grad():
         for index, shape in enumerate(shapes()):
-            record: dict[str, Any] = {
-                "shape": dataclasses.asdict(shape),
-                "rows": _rows(shape, shape.precision),
-            }
-            if shape.precision == "tf32":
-                record["strict_rows"] = _rows(shape, "fp32")
+            record = {"shape": dataclasses.asdict(shape), "rows": _rows(shape)}
             problems.append(record)
             torch.cuda.empty_cache()  # what the graphs held
             best = min(record["rows"].items(), key=lambda row: row[1]["call_ms"])
@@ -275,10 +269,17 @@ class Measured:
             for (kernel, _), fixed in zip(self.rows, self._fixed, strict=True)
         ]
 
+    def choice(self, costs: CostConstants) -> Any:
+        """The row that the model takes for the fastest."""
+        return self._chosen(costs)[0]
+
     def chosen(self, costs: CostConstants) -> float:
-        """The time of the row that the model takes for the fastest."""
+        """Its time."""
+        return self._chosen(costs)[1]
+
+    def _chosen(self, costs: CostConstants) -> tuple[Kernel, float]:
         estimates = self.estimates(costs)
-        return self.rows[estimates.index(min(estimates))][1]
+        return self.rows[estimates.index(min(estimates))]
 
     def regret(self, costs: CostConstants) -> float:
         """log(time / best) of the choice, softened: rows weigh by their estimates' inverse to the
@@ -395,25 +396,23 @@ def halves(problems: Sequence[Measured]) -> tuple[Sequence[Measured], Sequence[M
     return problems[: len(problems) // 2], problems[len(problems) // 2 :]
 
 
-def report_strict(problems: Sequence[dict[str, Any]], time: str) -> None:
+def report_strict(problems: Sequence[Measured]) -> None:
     """Where TF32 is asked for: how the best strict row compares with the best TF32 row."""
-    field = f"{time}_ms"
-    ratios = [
-        (
-            min(row[field] for row in record["strict_rows"].values())
-            / min(row[field] for row in record["rows"].values()),
-            record,
-        )
-        for record in problems
-        if record.get("strict_rows")
-    ]
-    if not ratios:
-        return
-    free = [record for ratio, record in ratios if ratio <= 1.0]
-    print(f"strict fp32 takes no longer than TF32 ({time}) on {len(free)} of {len(ratios)}")
-    for ratio, record in sorted(ratios, key=lambda pair: pair[0]):
-        shape = Shape.of(record["shape"])
-        print(f"  {ratio:5.2f}  {shape.flops / 1e9:8.2f} GFLOP  {shape.problem()}")
+    ratios = []
+    for measured in problems:
+        if measured.problem.precision != "tf32":
+            continue
+        best = {
+            precision: min(t for kernel, t in measured.rows if kernel.precision == precision)
+            for precision in ("tf32", "fp32")
+        }
+        ratios.append((best["fp32"] / best["tf32"], measured))
+    free = sum(ratio <= 1.0 for ratio, _ in ratios)
+    print(f"strict fp32 takes no longer than TF32 on {free} of {len(ratios)} problems:")
+    for ratio, measured in sorted(ratios, key=lambda pair: pair[0]):
+        chosen = measured.choice(COSTS).precision
+        gflop = measured.problem.conv_flops / 1e9
+        print(f"  {ratio:5.2f}  {gflop:8.2f} GFLOP, {chosen} chosen  {measured.problem}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -425,7 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("fit", "check"):
         command = commands.add_parser(name)
         command.add_argument("file", type=Path, nargs="?", default=RESULTS)
-        command.add_argument("--time", choices=("call", "graph"), default="call")
+        command.add_argument("--time", choices=("call", "graph"), default="graph")
         if name == "fit":
             command.add_argument("--evaluations", type=int, default=6000)
     options = parser.parse_args(arguments)
@@ -437,7 +436,7 @@ def main(arguments: list[str] | None = None) -> None:
     report("present constants, fitted half", first, COSTS)
     report("present constants, other half", second, COSTS)
     if options.command == "check":
-        report_strict(raw, options.time)
+        report_strict([*first, *second])
         return
     fitted = fit(first, COSTS, options.evaluations)
     report("fitted constants, fitted half", first, fitted)

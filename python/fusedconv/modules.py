@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
 from fusedconv.composing import announce, departure
+from fusedconv.kernels.torch_reference import activate
 from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS, resolve_precision
 from fusedconv.scripting import is_scripting
 
@@ -145,7 +146,7 @@ class FusedConvTranspose(nn.Module):
             return self._activate(norm(x))
 
     def _activate(self, x: Tensor) -> Tensor:
-        return scripting.activate(x, self.activation)
+        return activate(x, self.activation)
 
     def _steps(self) -> tuple[tuple[str, object], ...]:
         """What ``_compose`` calls: names, and children or None for functions."""

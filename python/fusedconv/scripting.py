@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.jit import is_scripting  # type: ignore[attr-defined]
-from torch.nn import functional as F
 
-__all__ = ["AtScripting", "activate", "conv_transpose_act_norm", "group_norm", "is_scripting"]
+__all__ = ["AtScripting", "conv_transpose_act_norm", "group_norm", "is_scripting"]
 
 
 class AtScripting:
@@ -26,31 +25,6 @@ class AtScripting:
 
     def __get__(self, instance: object | None, owner: type) -> Any:
         return self if instance is None else self._function(instance)
-
-
-def activate(x: Tensor, activation: str | None) -> Tensor:
-    """torch's operator for an activation's name."""
-    if activation is None or activation == "identity":
-        return x
-    elif activation == "relu":
-        return F.relu(x)
-    elif activation == "gelu":
-        return F.gelu(x)
-    elif activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    elif activation == "silu":
-        return F.silu(x)
-    else:
-        raise ValueError(f"activation: got {activation}, expected the name of one")
-
-
-def any_requires_grad(tensors: list[Tensor | None]) -> bool:
-    """Whether a gradient follows from a call on these tensors."""
-    needed = False
-    for tensor in tensors:
-        if tensor is not None:
-            needed = needed or tensor.requires_grad
-    return needed and torch.is_grad_enabled()
 
 
 def conv_transpose_act_norm(
@@ -71,8 +45,7 @@ def conv_transpose_act_norm(
     precision: str | None,
 ) -> Tensor:
     """The operator; ``num_groups`` 0 leaves the GroupNorm out."""
-    save = any_requires_grad([input, weight, bias, norm_weight, norm_bias])
-    return torch.ops.fusedconv.conv_transpose_act_norm(
+    return torch.ops.fusedconv.conv_transpose_act_norm_traced(
         input,
         weight,
         bias,
@@ -89,8 +62,7 @@ def conv_transpose_act_norm(
         eps,
         precision,
         None,
-        save,
-    )[0]
+    )
 
 
 def group_norm(

@@ -67,6 +67,17 @@ def supports_cuda(problem: Problem) -> Support:
     return Support.yes()
 
 
+def supports_precision(problem: Problem, precision: str) -> Support:
+    """Whether a convolution computed in ``precision`` is what a problem asks for.
+
+    Strict fp32 is more than TF32 asks for, and small problems take it at no cost: eager's own small
+    convolutions are not in TF32 either.
+    """
+    if precision == problem.precision or (precision, problem.precision) == ("fp32", "tf32"):
+        return Support.yes()
+    return Support.no(f"computes in {precision}, {problem.precision} is asked for")
+
+
 def group_norm_passes(
     problem: Problem,
     *,

@@ -28,6 +28,7 @@ from fusedconv.kernels.cuda_program import (
     copy_milliseconds,
     five_strides,
     supports_cuda,
+    supports_precision,
 )
 from fusedconv.lowering import ForwardConv, lower_unit_stride
 from fusedconv.plan import Plan
@@ -89,6 +90,7 @@ class CutlassSm80(Kernel):
     def __init__(self, row: _Row) -> None:
         self.row = row
         self.name = row.name
+        self.precision = _PRECISION_OF_MATH[row.math]
 
     # ---- what it serves ----
 
@@ -109,10 +111,9 @@ class CutlassSm80(Kernel):
         common = supports_cuda(problem)
         if not common:
             return common
-        if problem.precision != _PRECISION_OF_MATH[row.math]:
-            return Support.no(
-                f"computes in {_PRECISION_OF_MATH[row.math]}, {problem.precision} is asked for"
-            )
+        precise = supports_precision(problem, self.precision)
+        if not precise:
+            return precise
         if conv_dimensions(problem) != row.dimensions:
             return Support.no(f"iterates {row.dimensions} axes, not {conv_dimensions(problem)}")
         if conv.groups != 1:
@@ -194,7 +195,7 @@ class CutlassSm80(Kernel):
         channels = self._padded(problem.channels)
         depth = channels * math.prod(problem.conv.kernel_size)
         row = self.row
-        return min(-(-depth // row.longest_sum), channels // row.tile[2], row.most_parts)
+        return max(1, min(-(-depth // row.longest_sum), channels // row.tile[2], row.most_parts))
 
     # ---- how it runs ----
 

@@ -31,6 +31,7 @@ from fusedconv.kernels.cuda_program import (
     group_norm_passes,
     statistics_operands,
     supports_cuda,
+    supports_precision,
 )
 from fusedconv.lowering import ForwardConv, lower_unit_stride
 from fusedconv.plan import Plan
@@ -120,6 +121,7 @@ class CutlassSm90(Kernel):
     def __init__(self, row: _Row) -> None:
         self.row = row
         self.name = row.name
+        self.precision = _PRECISION_OF_MATH[row.math]
 
     def _plan(self, problem: Problem, lowered: ForwardConv) -> _C.Sm90Plan:
         strided = problem.layout == "strided"  # copied to contiguous NCHW first
@@ -134,7 +136,6 @@ class CutlassSm90(Kernel):
         )
 
     def supports(self, problem: Problem) -> Support:
-        row = self.row
         conv = problem.conv
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
@@ -145,10 +146,9 @@ class CutlassSm90(Kernel):
             return Support.no(
                 f"runs on compute capability 9.0, the device has {problem.architecture}"
             )
-        if problem.precision != _PRECISION_OF_MATH[row.math]:
-            return Support.no(
-                f"computes in {_PRECISION_OF_MATH[row.math]}, {problem.precision} is asked for"
-            )
+        precise = supports_precision(problem, self.precision)
+        if not precise:
+            return precise
         if conv.groups != 1:
             return Support.no(f"groups is {conv.groups}, only 1 is served")
         lowered = lower_unit_stride(conv, problem.spatial)
@@ -172,9 +172,7 @@ class CutlassSm90(Kernel):
         assert isinstance(lowered, ForwardConv)
         plan = self._plan(problem, lowered)
         turns = self.row.sharing == _TURNS
-        multiply = (
-            plan.stages * plan.stage_taps * costs.step(problem.precision) * (1 if turns else 2)
-        )
+        multiply = plan.stages * plan.stage_taps * costs.step(self.precision) * (1 if turns else 2)
         rounds = math.ceil(plan.stage_rows / 128)
         if plan.tensor_copies:
             turning = rounds * costs.turn + plan.lines * costs.line
@@ -243,7 +241,7 @@ class CutlassSm90(Kernel):
         )
 
         rounding = {"tf32": " (rounded to TF32)", "fp32": " (split in two TF32 parts)"}
-        steps = ["pack filter" + rounding.get(problem.precision, "")]
+        steps = ["pack filter" + rounding.get(self.precision, "")]
         if problem.layout == "strided":
             steps.append(CONTIGUOUS_STEP)
         epilogue = [

@@ -22,20 +22,20 @@ from fusedconv.registry import Kernel, Registry, Support
 _CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """torch's operator for an activation's name."""
-    match activation:
-        case "identity":
-            return x
-        case "relu":
-            return F.relu(x)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "silu":
-            return F.silu(x)
-    raise ValueError(f"activation: got {activation!r}")
+def activate(x: Tensor, activation: str | None) -> Tensor:
+    """torch's operator for an activation's name. TorchScript compiles it too."""
+    if activation is None or activation == "identity":
+        return x
+    elif activation == "relu":
+        return F.relu(x)
+    elif activation == "gelu":
+        return F.gelu(x)
+    elif activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    elif activation == "silu":
+        return F.silu(x)
+    else:
+        raise ValueError(f"activation: got {activation}, expected the name of one")
 
 
 def conv_transpose(

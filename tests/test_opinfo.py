@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.testing import make_tensor
 from fusedconv import functional
 
 # Importing torch's samples freezes the flags of torch.backends for the process, as torch's own
-# tests set them by contexts alone; other tests of this process set them.
-with pytest.MonkeyPatch.context() as patch:
+# tests set them by contexts alone; other tests of this process set them. And it imports what it
+# finds, numba for one, whose warnings are not ours.
+with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    warnings.simplefilter("ignore")
     patch.setattr(torch.backends, "disable_global_flags", lambda: None)
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput

@@ -736,13 +736,8 @@ __device__ __forceinline__ void finish_tile(Params const& p, float const (&accum
     }
   }
   if (p.partials == nullptr) return;
-  device::Moments total0 = moments0.moments(count);
-  device::Moments total1 = moments1.moments(count);
-#pragma unroll
-  for (int offset = 2; offset > 0; offset /= 2) {
-    total0.merge(total0.shuffled_down(offset));
-    total1.merge(total1.shuffled_down(offset));
-  }
+  auto const total0 = device::merge_warp<4>(moments0.moments(count));
+  auto const total1 = device::merge_warp<4>(moments1.moments(count));
   if (lane % 4 == 0) {
     groupnorm::Partial* const target = p.partials + stat_tile * p.out_channels;
     if (keep0) target[row] = total0.partial();

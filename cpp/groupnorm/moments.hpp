@@ -19,6 +19,24 @@ __device__ __forceinline__ float2 fast_two_sum(float a, float b) {
   return {sum, b - (sum - a)};
 }
 
+// Moments of which the mean is counted from a reference that lies among the values: what the means of
+// parts of a group differ by one float holds, and a merge is a short chain of operations.
+struct RelativeMoments {
+  float count = 0.0f;
+  float offset = 0.0f;
+  float m2 = 0.0f;
+
+  __device__ __forceinline__ void merge(RelativeMoments const& other) {
+    if (other.count > 0.0f) {
+      float const weight = count == 0.0f ? 1.0f : __fdividef(other.count, count + other.count);
+      float const delta = other.offset - offset;
+      m2 += fmaf(delta * delta, count * weight, other.m2);
+      offset = fmaf(delta, weight, offset);
+      count += other.count;
+    }
+  }
+};
+
 // The moments of a set of values; their mean is mean + low. Two sets merge by the pairwise formula
 // of Chan, Golub and LeVeque (1983, "Algorithms for computing the sample variance"), which stays
 // exact for large means.
@@ -30,6 +48,12 @@ struct Moments {
 
   __device__ __forceinline__ static Moments of(float count, groupnorm::Partial const& part) {
     return {count, part.mean, part.low, part.m2};
+  }
+  __device__ __forceinline__ static Moments of(float reference, RelativeMoments const& part) {
+    return {part.count, reference, part.offset, part.m2};
+  }
+  __device__ __forceinline__ RelativeMoments about(float reference) const {
+    return {count, (mean - reference) + low, m2};
   }
   __device__ __forceinline__ groupnorm::Partial partial() const { return {mean, low, m2}; }
 
@@ -55,9 +79,9 @@ struct Moments {
     count += other.count;
   }
 
-  // Merges values held in registers, in one pass over them. They are seen as deviations from the
-  // mean so far, and at first from one of themselves: that is off their mean by no more than the
-  // root of their count times their deviation, and what the difference of squares loses is a few
+  // Merges values held in registers, in one pass over them: as deviations from `mean`, which stays
+  // what it was at first, about the mean of the first values, while `low` follows the rest. That is
+  // off the mean of all by a few deviations at most, so that the difference of squares loses a few
   // roundings.
   template <int kCount>
   __device__ __forceinline__ void add(float const (&values)[kCount]) {
@@ -65,12 +89,17 @@ struct Moments {
   }
   template <int kCount>
   __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
-    float const shift = count == 0.0f ? values[0] : mean;
+    if (count == 0.0f) {
+      float first = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) first = fmaf(values[i], 1.0f / kCount, first);
+      mean = first;
+    }
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      float const deviation = values[i] - shift;
+      float const deviation = values[i] - mean;
       sums[i % 4] += deviation;
       squares[i % 4] = fmaf(deviation, deviation, squares[i % 4]);
     }
@@ -79,16 +108,10 @@ struct Moments {
     float const delta = offset - low;
     float const own = fmaf(-sum, offset, (squares[0] + squares[1]) + (squares[2] + squares[3]));
     m2 += fmaf(delta, delta * (count * weight), own);
-    float2 const both = fast_two_sum(shift, fmaf(delta, weight, low));
-    mean = both.x;
-    low = both.y;
+    low = fmaf(delta, weight, low);
     count += float(kCount);
   }
 
-  __device__ __forceinline__ Moments shuffled_down(int offset) const {
-    return {__shfl_down_sync(~0u, count, offset), __shfl_down_sync(~0u, mean, offset),
-            __shfl_down_sync(~0u, low, offset), __shfl_down_sync(~0u, m2, offset)};
-  }
   // Lane 0's, in every lane.
   __device__ __forceinline__ Moments of_first_lane() const {
     return {__shfl_sync(~0u, count, 0), __shfl_sync(~0u, mean, 0), __shfl_sync(~0u, low, 0),
@@ -115,7 +138,7 @@ __device__ __forceinline__ float reciprocal_deviation(Moments const& total, floa
 }
 
 __device__ __forceinline__ groupnorm::Statistics statistics_of(Moments const& total, float eps) {
-  float2 const mean = fast_two_sum(total.mean, total.low);
+  float2 const mean = two_sum(total.mean, total.low);
   return {mean.x, mean.y, reciprocal_deviation(total, eps)};
 }
 
@@ -126,13 +149,22 @@ __device__ __forceinline__ void store(groupnorm::StatisticsTargets const& target
   if (targets.rstd != nullptr) targets.rstd[group] = statistics.rstd;
 }
 
-// Merges over a warp in a fixed tree; the result is valid in lane 0, of the first kLanes lanes'
-// values.
+// Merges over each kLanes lanes of a warp in a fixed tree; the results are valid in the first lane of
+// each. The reference is the mean of the first lane that has values.
 template <int kLanes = 32>
 __device__ __forceinline__ Moments merge_warp(Moments value) {
+  constexpr unsigned kMask = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
+  unsigned const base = threadIdx.x % 32 / kLanes * kLanes;
+  unsigned const filled = __ballot_sync(~0u, value.count > 0.0f) >> base & kMask;
+  float const reference = __shfl_sync(~0u, value.mean, max(__ffs(int(filled)) - 1, 0), kLanes);
+  RelativeMoments total = value.about(reference);
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value.merge(value.shuffled_down(offset));
-  return value;
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    total.merge({__shfl_down_sync(~0u, total.count, step, kLanes),
+                 __shfl_down_sync(~0u, total.offset, step, kLanes),
+                 __shfl_down_sync(~0u, total.m2, step, kLanes)});
+  }
+  return Moments::of(reference, total);
 }
 
 // Merges over the block's threads in a fixed tree; the result is valid in thread 0.

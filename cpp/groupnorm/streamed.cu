@@ -179,7 +179,9 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
     auto const gathered = device_stream::Words<kMomentsWords>::gather(
         words + device_stream::first_word<kMomentsWords>(s, int(blockIdx.x) % s.copies, current),
         count);
-    Moments total;
+    // Lanes with words have one of the first poll.
+    float const reference = device_stream::unpacked(gathered.values[0][0]).x;
+    device::RelativeMoments parts;
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
       unsigned const source = lane + 32 * i;
@@ -188,9 +190,10 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
           s.chunks <= s.blocks ? source : source - first + (source < first ? s.blocks : 0);
       float const size = float(rounds - (chunk > rest)) * full + (chunk == rest ? last : full);
       float2 const value = device_stream::unpacked(gathered.values[i][0]);
-      total.merge({size, value.x, value.y, device_stream::unpacked(gathered.values[i][1]).x});
+      float const m2 = device_stream::unpacked(gathered.values[i][1]).x;
+      parts.merge(Moments{size, value.x, value.y, m2}.about(reference));
     }
-    total = device::merge_warp(total);
+    Moments const total = device::merge_warp(Moments::of(reference, parts));
     if (lane == 0) {
       Statistics const statistics = device::statistics_of(total, eps);
       shared.statistics[unit.slot] = statistics;

@@ -160,7 +160,7 @@ def test_a_profiler_sees_operator_and_kernel(gradients):
     x = torch.randn(2, 4, 5, 6)
     with torch.set_grad_enabled(gradients):
         model(x)
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
             result = model(x)
             if gradients:
                 result.sum().backward()

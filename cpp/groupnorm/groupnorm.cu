@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
     T const value = source[i < head ? i : tail + (i - head)];
     float const x = before<kActivate>(activation, device::to_float(value));
-    running.merge({1.0f, x, 0.0f, 0.0f});
+    float const one[1] = {x};
+    running.add(one);
   }
   int64_t i = threadIdx.x;
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
@@ -111,6 +112,13 @@ __global__ void __launch_bounds__(kThreads)
   if (active) {
     T const* const source = input + sample * pixels * row_channels + channel;
     int64_t row = row_block * block_rows + lane;
+    if (row < end) {
+      auto const first = Pack<T, kVector>::load(source + row * row_channels);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        running[v].mean = before<kActivate>(activation, device::to_float(first.values[v]));
+      }
+    }
     for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
       Pack<T, kVector> loaded[kLoads];
 #pragma unroll
@@ -133,7 +141,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const x = before<kActivate>(activation, device::to_float(loaded.values[v]));
-        running[v].merge({1.0f, x, 0.0f, 0.0f});
+        float const one[1] = {x};
+        running[v].add(one, Moments::weight_of(running[v].count, 1.0f));
       }
     }
   }

@@ -85,16 +85,17 @@ struct Moments {
   // roundings.
   template <int kCount>
   __device__ __forceinline__ void add(float const (&values)[kCount]) {
-    add(values, weight_of(count, float(kCount)));
-  }
-  template <int kCount>
-  __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
     if (count == 0.0f) {
       float first = 0.0f;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) first = fmaf(values[i], 1.0f / kCount, first);
       mean = first;
     }
+    add(values, weight_of(count, float(kCount)));
+  }
+  // The same, where the caller has set `mean` before the first values to one of them.
+  template <int kCount>
+  __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
     float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll

@@ -14,7 +14,8 @@ using device::Pack;
 // A group's kThreads threads
 // 1. load it whole into registers: `columns` vectors of each pixel,
 // 2. take its moments, merged over the warp and then the block,
-// 3. normalise and store. The channels' weight and bias come from shared memory.
+// 3. turn the channels' weight and bias, in shared memory, into scale and shift,
+// 4. normalise and store.
 template <class T, int kThreads, bool kActivate>
 __global__ void __launch_bounds__(resident_block(kThreads),
                                   kResidentThreads / resident_block(kThreads))
@@ -56,9 +57,17 @@ __global__ void __launch_bounds__(resident_block(kThreads),
       device_resident::moments_of_packs<T, kVector, kGroupChunks, kActivate>(
           packs, count, affine.activation_before),
       shared);
-  if constexpr (kThreads == 32) __syncwarp();
   Statistics const group = device::statistics_of(total, eps);
   if (active && thread == 0) device::store(saved, unit, group);
+  for (int c = thread; active && c < affine.channels_per_group; c += kThreads) {
+    auto const channel = ChannelAffine::of(group, channels[c].x, channels[c].y);
+    channels[c] = make_float2(channel.scale, channel.shift);
+  }
+  if constexpr (kThreads == 32) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
 #pragma unroll
   for (int k = 0; k < kGroupChunks; ++k) {
     if (k < count) {
@@ -68,7 +77,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
       Pack<T, kVector> result;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        auto const channel = ChannelAffine::of(group, entries[v].x, entries[v].y);
+        ChannelAffine const channel{group.mean, entries[v].x, entries[v].y};
         result.values[v] = device::from_float<T>(
             normalized<kActivate>(device::to_float(packs[k].values[v]), channel, affine));
       }

@@ -21,7 +21,9 @@ using device_stream::Extent;
 using device_stream::Place;
 
 constexpr int kWorkerWarps = kWorkers / 32;
-constexpr int kThreadsPerBlock = 2 * kWorkers + 3 * 32;
+constexpr int kMergers = 2;  // warps that take units in turn: one unit waits for words from afar
+constexpr int kThreadsPerBlock = 2 * kWorkers + (kMergers + 2) * 32;
+static_assert(kUnitSlots % kMergers == 0, "a warp waits for every phase of its slots");
 
 struct StreamShared {
   device_stream::Barriers barriers;
@@ -154,10 +156,10 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
   }
 }
 
-// One warp waits for all participants' partial moments of each unit that the block holds a part of, and
-// merges them in the same order in every block.
-__device__ __forceinline__ void merge_units(Stream const& s, float vector_values, float eps,
-                                            StreamShared& shared, uint64_t const* words,
+// A warp waits for all participants' partial moments of each of its units that the block holds a part
+// of, and merges them in the same order in every block.
+__device__ __forceinline__ void merge_units(Stream const& s, int merger, float vector_values,
+                                            float eps, StreamShared& shared, uint64_t const* words,
                                             StatisticsTargets const& saved) {
   int const lane = threadIdx.x % 32;
   int const count = device_stream::participants(s);
@@ -172,6 +174,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float vector_values
     if (cursor.unit == current) continue;
     if (current != ~0u) unit.advance(kUnitSlots);
     current = cursor.unit;
+    if (unit.slot % kMergers != merger) continue;
     // The block that holds the unit's first chunk.
     unsigned const first = blockIdx.x >= cursor.chunk ? blockIdx.x - cursor.chunk
                                                       : blockIdx.x + s.blocks - cursor.chunk;
@@ -224,11 +227,12 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   } else if (thread < 2 * kWorkers) {
     take_moments<T, kActivate>(stream, affine.activation_before, shared, ring, words,
                                thread - kWorkers);
-  } else if (thread < 2 * kWorkers + 32) {
-    merge_units(stream, 16.0f / sizeof(T), eps, shared, words, saved);
-  } else if (thread == 2 * kWorkers + 32) {
+  } else if (thread < 2 * kWorkers + kMergers * 32) {
+    merge_units(stream, thread / 32 - 2 * kWorkerWarps, 16.0f / sizeof(T), eps, shared, words,
+                saved);
+  } else if (thread == 2 * kWorkers + kMergers * 32) {
     device_stream::load_chunks<1>({input}, stream, shared.barriers, ring);
-  } else if (thread == 2 * kWorkers + 64) {
+  } else if (thread == 2 * kWorkers + (kMergers + 1) * 32) {
     device_stream::store_chunks(output, stream, shared.barriers, ring);
   }
 #else

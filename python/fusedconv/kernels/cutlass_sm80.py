@@ -226,7 +226,8 @@ class CutlassSm80(Kernel):
         input_bytes, output_bytes = self._sample_bytes(problem)
 
         program = _C.Program(problem.device_index, problem.batch, self._chunk(problem))
-        steps = ["pack filter" + (" (rounded to TF32)" if rounded else "")]
+        steps = [CONTIGUOUS_STEP] if problem.layout == "strided" else []
+        steps.append("pack filter" + (" (rounded to TF32)" if rounded else ""))
         filter = program.scratch(0, self._filter_elements(problem) * size)
         bias = program.scratch(0, padded_k * size) if conv.bias else _C.Operand()
         program.pack_filter(
@@ -245,8 +246,6 @@ class CutlassSm80(Kernel):
         )
 
         input = program.tensor(INPUT, c * math.prod(problem.spatial) * size)
-        if problem.layout == "strided":
-            steps.append(CONTIGUOUS_STEP)
         if not self._reads_input_directly(problem):
             source = "nhwc" if problem.layout == "nhwc" else "nchw"
             channels_last = program.scratch(input_bytes)

@@ -241,9 +241,8 @@ class CutlassSm90(Kernel):
         )
 
         rounding = {"tf32": " (rounded to TF32)", "fp32": " (split in two TF32 parts)"}
-        steps = ["pack filter" + rounding.get(self.precision, "")]
-        if problem.layout == "strided":
-            steps.append(CONTIGUOUS_STEP)
+        steps = [CONTIGUOUS_STEP] if problem.layout == "strided" else []
+        steps.append("pack filter" + rounding.get(self.precision, ""))
         epilogue = [
             part
             for part in ("bias" * conv.bias, before, "moments" * (norm is not None))

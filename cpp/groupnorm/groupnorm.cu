@@ -6,6 +6,7 @@
 #include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
 #include "groupnorm/row_map.hpp"
+#include "groupnorm/running_moments.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const tail = head + vectors * kVector;
   T const* const body = source + head;
 
-  Moments running;
+  RunningMoments<T> running;
   for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
     T const value = source[i < head ? i : tail + (i - head)];
     float const x = before<kActivate>(activation, device::to_float(value));
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     running.add(values);
   }
-  Moments const total = device::merge_block<kThreads>(running);
+  Moments const total = device::merge_block<kThreads>(running.whole());
   if (threadIdx.x == 0) partials[group * splits + split] = total.partial();
 }
 
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   bool const active = lane < map.lanes && channel < row_channels;
   int64_t const end = min(pixels, (row_block + 1) * block_rows);
 
-  Moments running[kVector];
+  RunningMoments<T> running[kVector];
   if (active) {
     T const* const source = input + sample * pixels * row_channels + channel;
     int64_t row = row_block * block_rows + lane;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
       auto const first = Pack<T, kVector>::load(source + row * row_channels);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        running[v].mean = before<kActivate>(activation, device::to_float(first.values[v]));
+        running[v].start(before<kActivate>(activation, device::to_float(first.values[v])));
       }
     }
     for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
@@ -149,7 +150,8 @@ __global__ void __launch_bounds__(kThreads)
   int const width = map.columns * kVector;
   if (lane < map.lanes) {
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) shared[lane * width + column * kVector + v] = running[v];
+    for (int v = 0; v < kVector; ++v)
+      shared[lane * width + column * kVector + v] = running[v].whole();
   }
   for (int count = map.lanes; count > 1;) {
     int const half = (count + 1) / 2;

@@ -36,17 +36,13 @@ __device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kC
   for (int k = 0; k < kChunks; ++k) {
     if (k < count) {
       packs[k].forget();
-      float part = 0.0f;
-      float part_squares = 0.0f;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const deviation =
             before<kActivate>(activation, device::to_float(packs[k].values[v])) - shift;
-        part += deviation;
-        part_squares = fmaf(deviation, deviation, part_squares);
+        sum += deviation;
+        squares = fmaf(deviation, deviation, squares);
       }
-      sum += part;
-      squares += part_squares;
     }
   }
   return device::shifted_moments(float(count * kVector), shift, sum, squares);

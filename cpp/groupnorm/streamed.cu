@@ -9,6 +9,7 @@
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
+#include "groupnorm/running_moments.hpp"
 #include "groupnorm/stream_device.hpp"
 
 namespace fusedconv::groupnorm {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
   int const lane = thread % 32;
   Place place;
   int unit_slot = 0;
-  Moments running;
+  RunningMoments<T> running;
   for (Cursor cursor(s); cursor.valid(s); place.advance(s.slots)) {
     device_stream::wait(&shared.barriers.full[place.slot], place.parity);
     unsigned const vectors = Extent::of(s, cursor.chunk).vectors;
@@ -135,18 +136,18 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
     Cursor const last = cursor;
     cursor.advance(s);
     if (cursor.unit == last.unit) continue;
-    running = device::merge_warp(running);
-    if (lane == 0) shared.partial[warp] = running;
+    Moments own_moments = device::merge_warp(running.whole());
+    if (lane == 0) shared.partial[warp] = own_moments;
     device_stream::sync_workers(kBarrier);
     if (warp == 0) {
-      running =
+      own_moments =
           device::merge_warp<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{})
               .of_first_lane();
       if (lane < s.copies) {
         uint64_t* const own = words + device_stream::first_word<kMomentsWords>(s, lane, last.unit) +
                               device_stream::participant(s, last) * kMomentsWords;
-        device_stream::publish(own, running.mean, running.low);
-        device_stream::publish(own + 1, running.m2, 0.0f);
+        device_stream::publish(own, own_moments.mean, own_moments.low);
+        device_stream::publish(own + 1, own_moments.m2, 0.0f);
       }
       if (lane == 0) device_stream::arrive(&shared.barriers.taken[unit_slot]);
     }

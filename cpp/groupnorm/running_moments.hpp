@@ -1,0 +1,51 @@
+// The moments that a thread takes of its values, before threads merge theirs.
+#pragma once
+
+#include <type_traits>
+
+#include "groupnorm/moments.hpp"
+
+namespace fusedconv::groupnorm {
+
+// Of values of 16 bits, whose own spacing is hundreds of roundings of a float mean: one float holds it.
+struct NarrowMoments : device::RelativeMoments {
+  template <int kCount>
+  __device__ __forceinline__ void add(float const (&values)[kCount]) {
+    add(values, device::Moments::weight_of(count, float(kCount)));
+  }
+  // With weight_of() the counts, where several share it. Two passes over the registers.
+  template <int kCount>
+  __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
+    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i % 4] += values[i];
+    float const mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kCount);
+    float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float const deviation = values[i] - mean;
+      squares[i % 4] = fmaf(deviation, deviation, squares[i % 4]);
+    }
+    float const own = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+    float const delta = mean - offset;
+    m2 += fmaf(delta * delta, count * weight, own);
+    offset = fmaf(delta, weight, offset);
+    count += float(kCount);
+  }
+  // Deviations are taken from the values' own mean: no first value is needed.
+  __device__ __forceinline__ void start(float) {}
+  __device__ __forceinline__ device::Moments whole() const {
+    return device::Moments::of(0.0f, *this);
+  }
+};
+
+struct WideMoments : device::Moments {
+  // Before the first values, with one of them, where add() gets a weight.
+  __device__ __forceinline__ void start(float value) { mean = value; }
+  __device__ __forceinline__ device::Moments whole() const { return *this; }
+};
+
+template <class T>
+using RunningMoments = std::conditional_t<sizeof(T) == 2, NarrowMoments, WideMoments>;
+
+}  // namespace fusedconv::groupnorm

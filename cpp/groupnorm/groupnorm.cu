@@ -93,14 +93,14 @@ __global__ void __launch_bounds__(kThreads)
 // ---- moments, channels last --------------------------------------------------------------------
 
 // Block (row block, slab of channels) of one sample; a thread keeps its channels.
-// 1. kLoads rows per thread and step: per channel, moments of the values, then one merge.
+// 1. kLoads rows per thread and step: per channel, moments of the values, about the block's first row.
 // 2. Merge over the lanes in a tree; partial [sample, row block, channel].
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                           RowMap map, Activation activation) {
-  extern __shared__ Moments shared[];  // [lanes][columns * kVector]
+  extern __shared__ device::RelativeMoments shared[];  // [lanes][columns * kVector]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
   int const lane = threadIdx.x / map.columns;
@@ -112,14 +112,12 @@ __global__ void __launch_bounds__(kThreads)
   RunningMoments<T> running[kVector];
   if (active) {
     T const* const source = input + sample * pixels * row_channels + channel;
-    int64_t row = row_block * block_rows + lane;
-    if (row < end) {
-      auto const first = Pack<T, kVector>::load(source + row * row_channels);
+    auto const first = Pack<T, kVector>::load(source + row_block * block_rows * row_channels);
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        running[v].start(before<kActivate>(activation, device::to_float(first.values[v])));
-      }
+    for (int v = 0; v < kVector; ++v) {
+      running[v].start(before<kActivate>(activation, device::to_float(first.values[v])));
     }
+    int64_t row = row_block * block_rows + lane;
     for (; row + (kLoads - 1) * map.lanes < end; row += kLoads * map.lanes) {
       Pack<T, kVector> loaded[kLoads];
 #pragma unroll
@@ -151,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane < map.lanes) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v)
-      shared[lane * width + column * kVector + v] = running[v].whole();
+      shared[lane * width + column * kVector + v] = running[v].relative();
   }
   for (int count = map.lanes; count > 1;) {
     int const half = (count + 1) / 2;
@@ -165,7 +163,11 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const base = (sample * row_blocks + row_block) * row_channels;
   int64_t const slab = int64_t(blockIdx.y) * width;
   for (int i = threadIdx.x; i < width; i += kThreads) {
-    if (slab + i < row_channels) partials[base + slab + i] = shared[i].partial();
+    if (slab + i >= row_channels) continue;
+    T const first = input[(sample * pixels + row_block * block_rows) * row_channels + slab + i];
+    float const reference =
+        RunningMoments<T>::reference(before<kActivate>(activation, device::to_float(first)));
+    partials[base + slab + i] = Moments::of(reference, shared[i]).partial();
   }
 }
 
@@ -426,7 +428,8 @@ void launch_moments(Passes const& passes, void const* tensor, StatisticsTargets 
     RowMap const map = RowMap::of(passes.row_channels, vector.value);
     dim3 const grid =
         device::checked_grid("moments_channels_last", p.batch * split.count, map.slabs);
-    int const shared = map.lanes * map.columns * vector.value * int(sizeof(Moments));
+    int const shared =
+        map.lanes * map.columns * vector.value * int(sizeof(device::RelativeMoments));
     device::dispatch_bool(activate, [&](auto active) {
       moments_channels_last<T, vector.value, active.value>
           <<<grid, kThreads, shared, stream>>>(input, partials, passes.row_channels, p.pixels,

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;
-  __shared__ Moments shared[kBlock / 32];
+  __shared__ device::RelativeMoments shared[kBlock / 32];
   extern __shared__ float2 table[];  // [kGroups][channels_per_group]
   unsigned const unit = blockIdx.x * kGroups + threadIdx.x / kThreads;
   int const thread = threadIdx.x % kThreads;
@@ -53,11 +53,14 @@ __global__ void __launch_bounds__(resident_block(kThreads),
         affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
         affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f);
   }
-  Moments const total = device_resident::merge_group<kThreads>(
+  float const reference =
+      active ? before<kActivate>(affine.activation_before, device::to_float(input[base])) : 0.0f;
+  auto const total = device_resident::merge_group<kThreads>(
       device_resident::moments_of_packs<T, kVector, kGroupChunks, kActivate>(
-          packs, count, affine.activation_before),
+          packs, count, affine.activation_before)
+          .about(reference),
       shared);
-  Statistics const group = device::statistics_of(total, eps);
+  Statistics const group = device::statistics_of(Moments::of(reference, total), eps);
   if (active && thread == 0) device::store(saved, unit, group);
   for (int c = thread; active && c < affine.channels_per_group; c += kThreads) {
     auto const channel = ChannelAffine::of(group, channels[c].x, channels[c].y);

@@ -32,16 +32,21 @@ struct NarrowMoments : device::RelativeMoments {
     offset = fmaf(delta, weight, offset);
     count += float(kCount);
   }
-  // Deviations are taken from the values' own mean: no first value is needed.
+  // Deviations are taken from the values' own mean: the reference is 0, whatever value is offered.
+  __device__ __forceinline__ static float reference(float) { return 0.0f; }
   __device__ __forceinline__ void start(float) {}
+  __device__ __forceinline__ device::RelativeMoments relative() const { return *this; }
   __device__ __forceinline__ device::Moments whole() const {
     return device::Moments::of(0.0f, *this);
   }
 };
 
 struct WideMoments : device::Moments {
-  // Before the first values, with one of them, where add() gets a weight.
+  // Before the first values, where add() gets a weight, with one of them, or of those that other
+  // threads add: theirs then merge as they are.
+  __device__ __forceinline__ static float reference(float value) { return value; }
   __device__ __forceinline__ void start(float value) { mean = value; }
+  __device__ __forceinline__ device::RelativeMoments relative() const { return {count, low, m2}; }
   __device__ __forceinline__ device::Moments whole() const { return *this; }
 };
 

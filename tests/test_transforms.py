@@ -184,3 +184,47 @@ def test_gradients_per_sample_of_a_module():
         composed.pow(3).sum().backward()
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(gradients[name][index], parameter.grad, msg=name)
+
+
+RELATED = {
+    "weight is bias": lambda x, weight: (x, weight, weight),
+    "weight from input": lambda x, weight: (x, x.mean((0, 2, 3)) * weight, weight),
+    "bias from weight": lambda x, weight: (x, weight, weight.sin()),
+}
+
+
+@pytest.mark.parametrize("related", RELATED)
+def test_gradients_to_differentiate_of_tensors_made_of_each_other(related):
+    """Each argument's gradient is its own share: autograd adds what comes by another's way."""
+
+    def gradients(function, dtype):
+        x, weight = (t.to(dtype).requires_grad_() for t in pair("norm_act")[2][:2])
+        output = norm_act(function, *RELATED[related](x, weight))
+        first = torch.autograd.grad(output.pow(3).sum(), (x, weight), create_graph=True)
+        total = sum(gradient.pow(2).sum() for gradient in first)
+        return [t.detach().double() for t in (*first, *torch.autograd.grad(total, (x, weight)))]
+
+    expected = gradients(reference.group_norm, torch.float64)
+    assert_same(gradients(functional.group_norm, torch.float32), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_tangent_of_the_outputs_gradient_is_kept():
+    """Forward over reverse of a graph that was made before."""
+
+    def tangents(function, dtype):
+        x, weight = (t.to(dtype).requires_grad_() for t in pair("conv_without_norm")[2][:2])
+        output = function(x, weight, activation="relu")
+        with forward_ad.dual_level():
+            grad = forward_ad.make_dual(output.detach().sin(), output.detach().cos())
+            gradients = torch.autograd.grad(output, (x, weight), grad)
+            assert not any(gradient.requires_grad for gradient in gradients)
+            return [forward_ad.unpack_dual(gradient).tangent.double() for gradient in gradients]
+
+    def ours(x, weight, activation):
+        # An explicit precision goes through the operator, whose gradients are its own.
+        return functional.conv_transpose_act_norm(
+            x, weight, activation=activation, precision="fp32"
+        )
+
+    expected = tangents(reference.conv_transpose_act_norm, torch.float64)
+    assert_same(tangents(ours, torch.float32), expected, rtol=1e-4, atol=1e-4)

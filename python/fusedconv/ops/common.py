@@ -95,14 +95,21 @@ def is_transformed() -> bool:
     return _functorch_level() is not None or forward_ad._current_level >= 0
 
 
-def _composes(arguments: Iterable[object]) -> bool:
-    """Whether derivatives are asked for that no kernel has: torch's operators have them all."""
-    if _functorch_level() is not None:
-        return True
+def _has_tangent(arguments: Iterable[object]) -> bool:
     return forward_ad._current_level >= 0 and any(
         isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
         for argument in arguments
     )
+
+
+def _composes(arguments: Iterable[object]) -> bool:
+    """Whether derivatives are asked for that no kernel has: torch's operators have them all."""
+    return _functorch_level() is not None or _has_tangent(arguments)
+
+
+def differentiates_gradients(grad: Tensor) -> bool:
+    """Whether the gradients of a backward pass that begins with ``grad`` are differentiated."""
+    return torch.is_grad_enabled() or _has_tangent((grad,))
 
 
 def composed(name: str, problem: Problem, requested: str | None, tensors: Tensors) -> Outputs:
@@ -128,20 +135,28 @@ def composed(name: str, problem: Problem, requested: str | None, tensors: Tensor
 
 
 def gradients_by_composition(
-    output: Callable[[], Tensor],
+    output: Callable[..., Tensor],
     leaves: Sequence[Tensor | None],
     needs: Sequence[bool],
     grad: Tensor,
 ) -> list[Tensor | None]:
-    """Gradients that differentiate again: of ``output()``, torch's operators on ``leaves``."""
-    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need and leaf is not None]
+    """Gradients of ``output(*leaves)``, torch's operators, which differentiate them as eager's.
+
+    Each leaf is stood for by a view of its own: a leaf that was computed from another, or that is
+    given twice, must not get the other's share, which autograd adds by itself.
+    """
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
+        views = [leaf if leaf is None else leaf.view_as(leaf) for leaf in leaves]
+        wanted = [
+            view for view, need in zip(views, needs, strict=True) if need and view is not None
+        ]
         found = iter(
-            torch.autograd.grad(output(), wanted, grad, create_graph=True, allow_unused=True)
+            torch.autograd.grad(output(*views), wanted, grad, create_graph=again, allow_unused=True)
         )
     return [
-        next(found) if need and leaf is not None else None
-        for leaf, need in zip(leaves, needs, strict=True)
+        next(found) if need and view is not None else None
+        for view, need in zip(views, needs, strict=True)
     ]
 
 

@@ -13,6 +13,7 @@ from fusedconv.kernels import torch_reference
 from fusedconv.ops.common import (
     any_requires_grad,
     composed,
+    differentiates_gradients,
     empty,
     gradients_by_composition,
     operator_outputs,
@@ -320,10 +321,16 @@ def _conv_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
     input, weight, bias, conv_output, mean, rstd, norm_weight, norm_bias = ctx.saved_tensors
     positions = (0, 1, 2, 11, 12)
     needs = [ctx.needs_input_grad[position] for position in positions]
-    if torch.is_grad_enabled():  # the gradients are to be differentiated themselves
+    if differentiates_gradients(grad):
         leaves = (input, weight, bias, norm_weight, norm_bias)
 
-        def output() -> Tensor:
+        def output(
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            norm_weight: Tensor | None,
+            norm_bias: Tensor | None,
+        ) -> Tensor:
             conv = (input, weight, bias, *ctx.geometry)
             arguments = (*conv, *ctx.stages, norm_weight, norm_bias, *ctx.numerics, False)
             return _conv_composed(*arguments)[0]

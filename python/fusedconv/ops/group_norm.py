@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedconv.gradients import norm_gradients
 from fusedconv.ops.common import (
     composed,
+    differentiates_gradients,
     empty,
     gradients_by_composition,
     operator_outputs,
@@ -174,9 +175,9 @@ def _group_norm_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
     input, mean, rstd, weight, bias = ctx.saved_tensors
     positions = (0, 2, 3)
     needs = [ctx.needs_input_grad[position] for position in positions]
-    if torch.is_grad_enabled():  # the gradients are to be differentiated themselves
+    if differentiates_gradients(grad):
 
-        def output() -> Tensor:
+        def output(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
             num_groups, activation, order = ctx.arguments
             eps, dtype = ctx.numerics
             return _group_norm_composed(

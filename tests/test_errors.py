@@ -295,6 +295,29 @@ def test_bad_arguments_where_gradients_are_needed(case):
         conv(**changes)
 
 
+#: Autocast casts these to its own dtype, as in front of eager's convolution.
+CAST = {"weight of another dtype", "bias of another dtype", "input of eight bits"}
+
+
+@pytest.mark.parametrize("case", [case for case in CONV_CASES if case not in CAST])
+def test_bad_arguments_under_autocast(case):
+    changes, exception, text = CONV_CASES[case]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(exception, match=text):
+        conv(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"input": torch.ones(2, 4, 5, 5).long()}, r"^input: got dtype torch\.int64, expected"),
+        ({"weight": torch.ones(4, 6, 3, 3).double()}, r"^weight: got dtype torch\.float64, exp"),
+    ],
+)
+def test_autocast_does_not_cast_what_eagers_does_not(changes, text):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=text):
+        conv(**changes)
+
+
 def test_precision_must_be_the_dtypes():
     half = {
         "input": torch.ones(2, 4, 5, 5).half(),

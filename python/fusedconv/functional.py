@@ -129,8 +129,8 @@ def conv_transpose_act_norm(
         # What autocast does to eager's operators: the convolution in the low precision and, on
         # CUDA, GroupNorm in float32.
         low = torch.get_autocast_dtype(device)
-        input, weight = input.to(low), weight.to(low)
-        bias = None if bias is None else bias.to(low)
+        input, weight = _lowered(input, low), _lowered(weight, low)
+        bias = None if bias is None else _lowered(bias, low)
         if device != "cuda":
             return _composed_under_autocast(
                 input, weight, bias, *geometry, groups, name, order, num_groups, norm_weight,
@@ -172,6 +172,12 @@ def conv_transpose_act_norm(
     return result
 
 
+def _lowered(tensor: Tensor, low: torch.dtype) -> Tensor:
+    """The tensor as autocast hands it to a convolution: integers and float64 stay what they are."""
+    wide = tensor.dtype == torch.float64 or not tensor.dtype.is_floating_point
+    return tensor if wide else tensor.to(low)
+
+
 def _activation(activation: str | None) -> str:
     """The operators' name of an activation."""
     return choice("activation", activation, ACTIVATIONS, optional=True) or "identity"
@@ -194,10 +200,10 @@ def _composed_under_autocast(
     eps: float,
 ) -> Tensor:
     """torch's operators, each cast as autocast on the processor casts it."""
-    validation.check_input(input)
-    conv = validation.conv_geometry(
-        input, weight, bias, stride, padding, output_padding, dilation, groups
-    )
+    conv, _ = ops.conv_geometries(
+        input, weight, bias, stride, padding, output_padding, dilation, groups, activation, order,
+        num_groups or 0, norm_weight, norm_bias, eps, None,
+    )  # fmt: skip
     x = torch_reference.conv_transpose(conv, input, weight, bias)
     if num_groups is None:
         return torch_reference.activate(x, activation)

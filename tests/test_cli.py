@@ -178,6 +178,12 @@ def test_an_unknown_forced_kernel_ends_in_one_line(force, command):
     assert "no kernel or provider is called nope" in failed(*command)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_forced_kernel_without_a_name_ends_in_one_line(force, command):
+    force(" , ")
+    assert "FUSEDCONV_KERNEL: got ' , ', expected names of kernels" in failed(*command)
+
+
 def test_a_forced_kernel_that_does_not_serve_ends_in_one_line(force):
     force("cpu")
     line = failed("explain").splitlines()[-1]
@@ -274,6 +280,7 @@ def measures_nothing(monkeypatch):
     [
         ("--least", "0", "0 is not in the range"),
         ("--seconds", "-1", "-1.0 is not in the range"),
+        ("--seconds", "nan", "got nan, expected a number"),
         ("--devices", "0,0", "expected different ordinals"),
         ("--devices", "99", "expected different ordinals"),
         ("--output", "{folder}", "expected a file that can be written"),

@@ -386,6 +386,15 @@ def test_output_size_picks_among_those_a_stride_allows(axes):
         module(x, output_size=[extent + 2 for extent in smallest])
 
 
+@pytest.mark.parametrize("size", [12, "ab", [12.0, 14.0], [True, 14], torch.ones(2)])
+def test_an_output_size_of_another_type_is_refused(size):
+    module = MODULES[2](3, 4, 3, stride=2)
+    with pytest.raises(TypeError, match=r"^output_size: got .*, expected a sequence of integers"):
+        module(torch.randn(2, 3, 5, 6), output_size=size)
+    with pytest.raises(TypeError, match=r"^input: got list, expected torch\.Tensor"):
+        module([1.0], output_size=[12, 14])
+
+
 @pytest.mark.parametrize("axes", MODULES)
 def test_unbatched_input_where_torchs_convolution_takes_it(axes):
     module = MODULES[axes](3, 4, 3, activation="gelu")

@@ -397,6 +397,24 @@ def test_explain_records_nothing_afterwards(random):
     assert not record.active
 
 
+def test_explain_inside_an_explained_function_leaves_the_outer_ones_list():
+    x = torch.randn(2, 4, 3)
+
+    def target():
+        functional.group_norm(x, 1)
+        inner = fusedconv.explain(functional.group_norm, x, 2, file=io.StringIO())
+        assert [each.problem.norm.num_groups for each in inner] == [2]
+        functional.group_norm(x, 4)
+
+    outer = fusedconv.explain(target, file=io.StringIO())
+    assert [each.problem.norm.num_groups for each in outer] == [1, 4]
+
+
+def test_explain_refuses_what_cannot_be_called():
+    with pytest.raises(TypeError, match=r"^target: got 3, expected a Problem or a callable"):
+        fusedconv.explain(3)
+
+
 def log_lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "fusedconv"]
 

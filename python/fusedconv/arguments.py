@@ -91,6 +91,15 @@ def integers(name: str, value: object, axes: int, least: int | None = None) -> t
     return tuple(parts)
 
 
+def extents(name: str, value: object) -> list[int]:
+    """``value``, a sequence of integers of any length, as a list."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        parts = [_index(part) for part in value]
+        if None not in parts:
+            return parts  # type: ignore[return-value]
+    raise TypeError(f"{name}: got {shown(value)}, expected a sequence of integers or None")
+
+
 def finite(name: str, value: object) -> float:
     """``value`` as a finite float; TypeError or ValueError where it is none."""
     if type(value) is not float:

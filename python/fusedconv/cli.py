@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.models import SYSTEMS
 from fusedconv.plan import explain_problem
 from fusedconv.problem import ACTIVATIONS, ORDERS
-from fusedconv.registry import FORCE_VARIABLE, Kernel, forced_kernels, registry
+from fusedconv.registry import FORCE_VARIABLE, forced_kernels, registry
 from fusedconv.testing import sample_error
 
 
@@ -46,16 +47,12 @@ class _Commands(click.Group):
             raise click.ClickException(_one_line(error)) from error
 
 
-def _check_forced(kernels: list[Kernel]) -> None:
-    """NoKernelError where FUSEDCONV_KERNEL names what is not there."""
-    names = [name.strip() for name in (forced_kernels() or "").split(",") if name.strip()]
-    known = {kernel.name for kernel in kernels} | {kernel.provider for kernel in kernels}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise NoKernelError(
-            f"{FORCE_VARIABLE}: no kernel or provider is called {', '.join(unknown)} (see "
-            "`fusedconv list`)"
-        )
+def _check_forced() -> None:
+    """PluginError where a plugin fails, NoKernelError where FUSEDCONV_KERNEL names what is not
+    there."""
+    kernels, forced = registry(), forced_kernels()
+    if forced is not None:
+        kernels.forced_names(forced)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -106,18 +103,17 @@ def info() -> None:
         raise
     finally:
         _console().print(table)
-    _check_forced(kernels)
+    _check_forced()
 
 
 @main.command("list")
 def list_kernels() -> None:
     """Every registered kernel, plugins' included."""
     table = Table("provider", "kernel", "module")
-    kernels = registry().kernels()
-    for kernel in kernels:
+    for kernel in registry().kernels():
         table.add_row(kernel.provider, kernel.name, type(kernel).__module__)
     _console().print(table)
-    _check_forced(kernels)
+    _check_forced()
 
 
 def _integers(
@@ -415,6 +411,13 @@ def _writable(
     return value
 
 
+def _number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    # Every comparison of click's range lets NaN through.
+    if math.isnan(value):
+        raise click.BadParameter(f"got {value}, expected a number")
+    return value
+
+
 def _ordinals(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> tuple[int, ...] | None:
@@ -444,6 +447,7 @@ def _ordinals(
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 3600),
+    callback=_number,
     default=0.5,
     show_default=True,
     help="Of timing per record.",
@@ -468,7 +472,7 @@ def bench(small: bool, **options: Any) -> None:
 
     Each contender runs in processes of its own.
     """
-    _check_forced(registry().kernels())
+    _check_forced()
     chosen = (options[name] for name in ("workloads", "precisions", "layouts", "passes"))
     with _naming_options():
         benchmark.jobs(

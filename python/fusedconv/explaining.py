@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import torch
 
+from fusedconv.arguments import shown
 from fusedconv.plan import Explanation, explain_problem
 from fusedconv.problem import Problem
 from fusedconv.recording import Composition, record
@@ -27,9 +28,10 @@ def explain(
     if isinstance(target, Problem):
         calls = [target]
     else:
-        with torch.no_grad(), record.recording():
+        if not callable(target):
+            raise TypeError(f"target: got {shown(target)}, expected a Problem or a callable")
+        with torch.no_grad(), record.recording() as calls:
             target(*args, **kwargs)
-            calls = record.calls
     explanations = [
         explain_problem(call) if isinstance(call, Problem) else call
         for call in dict.fromkeys(calls)

@@ -59,9 +59,10 @@ class FusedConvTranspose(nn.Module):
             return self._compose(input, output_size)
         output_padding = conv.output_padding
         if output_size is not None:
+            arguments.tensor("input", input)
             output_padding = conv._output_padding(
                 input,
-                list(output_size),
+                arguments.extents("output_size", output_size),
                 conv.stride,
                 conv.padding,
                 conv.kernel_size,

@@ -30,24 +30,22 @@ class _Record(threading.local):
 
     def __init__(self) -> None:
         self.active = False
-        #: In the order of the calls.
-        self.calls: list[Problem | Composition] = []
-        #: The problems among them.
-        self.problems: list[Problem] = []
+        self._calls: list[Problem | Composition] = []
 
     def note(self, call: Problem | Composition) -> None:
         if self.active:
-            self.calls.append(call)
-            if isinstance(call, Problem):
-                self.problems.append(call)
+            self._calls.append(call)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Problem]]:
-        self.active, self.calls, self.problems = True, [], []
+    def recording(self) -> Iterator[list[Problem | Composition]]:
+        """Gives what is noted inside, in the order of the calls. A recording around this one goes
+        on after it."""
+        outer = self.active, self._calls
+        self.active, self._calls = True, []
         try:
-            yield self.problems
+            yield self._calls
         finally:
-            self.active = False
+            self.active, self._calls = outer
 
 
 record = _Record()

@@ -109,6 +109,24 @@ class Registry:
             result.append(Candidate(kernel, support, kernel.cost(problem) if support else None))
         return sorted(result, key=lambda c: (c.cost is None, c.cost or 0.0))
 
+    def forced_names(self, forced: str) -> list[str]:
+        """The kernels and providers that a value of FUSEDCONV_KERNEL lists. Raises NoKernelError
+        where it lists none, or one that is not registered."""
+        names = [name.strip() for name in forced.split(",") if name.strip()]
+        providers = {kernel.provider for kernel in self._kernels.values()}
+        unknown = [name for name in names if name not in providers and name not in self._kernels]
+        if unknown or not names:
+            raise NoKernelError(
+                f"{FORCE_VARIABLE}: "
+                + (
+                    f"no kernel or provider is called {', '.join(unknown)}"
+                    if unknown
+                    else f"got {forced!r}, expected names of kernels or providers between commas"
+                )
+                + f"; known providers: {', '.join(sorted(providers))}"
+            )
+        return names
+
     def select(self, problem: Problem, forced: str | None = None) -> Candidate:
         """The admissible candidate of lowest cost.
 
@@ -117,14 +135,7 @@ class Registry:
         """
         candidates = self.candidates(problem)
         if forced:
-            names = [name.strip() for name in forced.split(",") if name.strip()]
-            known = {c.kernel.name for c in candidates} | {c.kernel.provider for c in candidates}
-            unknown = [name for name in names if name not in known]
-            if unknown:
-                raise NoKernelError(
-                    f"{FORCE_VARIABLE}: no kernel or provider is called {', '.join(unknown)}; "
-                    f"known providers: {', '.join(sorted({c.kernel.provider for c in candidates}))}"
-                )
+            names = self.forced_names(forced)
             candidates = [
                 c for c in candidates if c.kernel.name in names or c.kernel.provider in names
             ]

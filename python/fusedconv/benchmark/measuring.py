@@ -19,6 +19,7 @@ from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.timing import Clock
 from fusedconv.models import SYSTEMS, System
 from fusedconv.plan import explain_problem
+from fusedconv.problem import Problem
 from fusedconv.recording import record as plan_record
 from fusedconv.testing import sample_error
 
@@ -67,9 +68,10 @@ def _poison(num_bytes: int, device: torch.device) -> None:
 
 def kernel_name(model: nn.Module, x: Tensor) -> str:
     """The kernels of ours that a forward pass without gradients runs."""
-    with torch.no_grad(), plan_record.recording() as problems:
+    with torch.no_grad(), plan_record.recording() as calls:
         model(x)
-    return "+".join(explain_problem(problem).kernel for problem in dict.fromkeys(problems))
+    problems = dict.fromkeys(call for call in calls if isinstance(call, Problem))
+    return "+".join(explain_problem(problem).kernel for problem in problems)
 
 
 @dataclass(frozen=True)

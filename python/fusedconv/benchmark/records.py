@@ -32,7 +32,7 @@ def _commit() -> str:
 def header(
     device: dict[str, Any], commit: str | None, rates: dict[str, float], method: str | None = None
 ) -> dict[str, Any]:
-    """What a figure is worth nothing without; ``device`` as ``child.device_facts`` gives it."""
+    """What a figure is worth nothing without; ``device`` as ``measuring.device_facts`` gives it."""
     return {
         "device": device["name"],
         "torch": torch.__version__,

@@ -79,7 +79,7 @@ def floor_ms(
     pass_: str,
     rates: dict[str, float],
 ) -> float | None:
-    """The module's docstring gives the formula."""
+    """``fusedconv.benchmark``'s docstring gives the formula."""
     if not rates:
         return None
     moved = input_bytes + output_bytes

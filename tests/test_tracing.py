@@ -52,7 +52,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", [*SYSTEMS, "stack"])
 def test_a_trace_records_the_operator(name, gradients):
-    """Without gradients a trace used to hold the allocation of the output and nothing else."""
+    """Nor is it the allocation of the output alone, where nothing asks for gradients."""
     model, x = (Stack(), torch.randn(2, 4, 5, 6)) if name == "stack" else small(name)
     with torch.set_grad_enabled(gradients):
         traced = torch.jit.trace(model, (x,))

@@ -90,6 +90,7 @@ def _norm_gradients_in_torch(
     batch, channels = x.shape[:2]
     pixels = x.numel() // max(1, batch * channels)
     grad, x, mean, rstd = grad.to(wide), x.to(wide), mean.to(wide), rstd.to(wide)
+    weight, bias = torch_reference.affine(x, weight, bias)
     # torch's operator takes the weight for contiguous, whatever its stride.
     weight = None if weight is None else weight.to(wide).contiguous()
     # Contiguous: torch's kernel for channels last on processors writes the input's gradient even

@@ -100,6 +100,7 @@ def compose(
             # torch's gradient for channels last on processors writes the input's gradient even
             # where none is asked for, through a null pointer.
             x = x.contiguous()
+        norm_weight, norm_bias = affine(x, norm_weight, norm_bias)
         if problem.save:
             x, mean, rstd = _group_norm_with_statistics(norm, x, norm_weight, norm_bias)
         else:
@@ -107,6 +108,22 @@ def compose(
             x = torch.group_norm(x, norm.num_groups, norm_weight, norm_bias, norm.eps)
     output = dense(activate(x, problem.activation_after), problem.output_layout)
     return Outputs(output, conv_output if problem.save else None, mean, rstd)
+
+
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias as torch's GroupNorm of ``x`` takes them: of its dtype, or of float32 where
+    it has 16 bits; and no bias without a weight, which its gradient on processors refuses."""
+    given = weight if weight is not None else bias
+    if given is None:
+        return None, None
+    dtype = given.dtype
+    if dtype not in (x.dtype, torch.float32):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        weight = given.new_ones(given.shape)
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _group_norm_with_statistics(

@@ -556,12 +556,16 @@ def test_an_explicit_precision_holds_in_both_passes(scopes, precision, force):
     assert scopes == [precision, precision]
 
 
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
-def test_a_precision_scope_switches_and_restores(precision, outer, monkeypatch):
+def test_a_precision_scope_switches_and_restores(precision, outer, newer, monkeypatch):
     from fusedconv.kernels.torch_reference import precision_scope
     from fusedconv.problem import conv_fp32_precision
 
+    if not newer:  # torch 2.6 has the older switch alone
+        for name in ("_set_fp32_precision_setter", "_get_fp32_precision_getter"):
+            monkeypatch.delattr(torch._C, name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", outer)
     before = conv_fp32_precision()
     assert before == ("tf32" if outer else "fp32")

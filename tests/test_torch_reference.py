@@ -56,10 +56,12 @@ PLACES = [lambda x: x, reference.channels_last, reference.strided]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("place", PLACES)
-def test_group_norm_is_as_promised(dtype, place):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_group_norm_is_as_promised(dtype, place, gradients):
     x = place(torch.randn(2, 4, 5, 6).to(dtype))
     arguments = norm_arguments(x)
-    output, mean, rstd = assert_as_promised(NORM, arguments)
+    with torch.set_grad_enabled(gradients):
+        output, mean, rstd = assert_as_promised(NORM, arguments)
     double = [t.double() for t in (x, *arguments[2:4])]
     expected = reference.group_norm(double[0], 2, *double[1:], 1e-3, activation="silu")
     assert reference.relative_error(output, expected) < 2 * torch.finfo(dtype).eps
@@ -77,7 +79,9 @@ def test_group_norm_is_as_promised(dtype, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_the_convolution_is_as_promised(dtype, place, save, num_groups):
     x = place(torch.randn(2, 3, 5, 6).to(dtype))
-    assert_as_promised(CONV, conv_arguments(x, save, num_groups))
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert_as_promised(CONV, conv_arguments(x, save, num_groups))
 
 
 @pytest.mark.parametrize("order", reference.ORDERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -141,6 +142,10 @@ CONV_CASES = {
     "norm_weight without num_groups": (
         {"num_groups": None}, ValueError, r"^norm_weight, norm_bias: got tensors, expected None",
     ),
+    "norm_bias without num_groups": (
+        {"num_groups": None, "norm_weight": None}, ValueError,
+        r"^norm_weight, norm_bias: got tensors, expected None",
+    ),
     # eps
     "eps nan": ({"eps": NAN}, ValueError, r"^eps: got nan, expected a finite number"),
     "eps infinite": ({"eps": INF}, ValueError, r"^eps: got inf, expected a finite number"),
@@ -155,6 +160,13 @@ CONV_CASES = {
     "stride of a bool": (
         {"stride": (1, True)}, TypeError, r"^stride: got \(1, True\), expected 2 integers",
     ),
+    "stride bytes": ({"stride": b"11"}, TypeError, r"^stride: got b'11', expected 2 integers"),
+    "stride a tensor": (
+        {"stride": torch.ones(2)}, TypeError, r"^stride: got a tensor of shape \(2,\), expected 2",
+    ),
+    "stride endless": (
+        {"stride": list(range(1000))}, ValueError, r"^stride: got \[0, 1, .{70}\.\.\., expected 2",
+    ),
     "stride text": ({"stride": "11"}, TypeError, r"^stride: got '11', expected 2 integers"),
     "padding none": ({"padding": None}, TypeError, r"^padding: got None, expected 2 integers"),
     "groups a fraction": ({"groups": 1.0}, TypeError, r"^groups: got 1.0, expected an integer"),
@@ -165,6 +177,15 @@ CONV_CASES = {
     "num_groups true": (
         {"num_groups": True}, TypeError, r"^num_groups: got True, expected an integer or None",
     ),
+    "num_groups a true tensor": (
+        {"num_groups": torch.tensor(True)}, TypeError, r"^num_groups: got a tensor of shape \(\),",
+    ),
+    "num_groups numpy's true": (
+        {"num_groups": np.bool_(True)}, TypeError, r"^num_groups: got (np\.)?True_?, expected an",
+    ),
+    "groups beyond 64 bits": ({"groups": 2**63}, TypeError, r"^groups: got 9223372036854775808, "),
+    "padding of 65 bits": ({"padding": [2**64, 1]}, TypeError, r"^padding: got \[1844674407"),
+    "eps true": ({"eps": True}, TypeError, r"^eps: got True, expected a finite number"),
     "eps text": ({"eps": "1e-5"}, TypeError, r"^eps: got '1e-5', expected a finite number"),
     "eps none": ({"eps": None}, TypeError, r"^eps: got None, expected a finite number"),
     "activation a function": (
@@ -324,8 +345,12 @@ def test_precision_must_be_the_dtypes():
         "weight": torch.ones(4, 6, 3, 3).half(),
         "bias": None,
     }
-    with pytest.raises(ValueError, match=r"^precision: got 'tf32' for input of float16, expected"):
-        conv(**half, precision="tf32")
+    # On meta the fake implementation is what checks.
+    for device in ("cpu", "meta"):
+        changes = {name: t if t is None else t.to(device) for name, t in half.items()}
+        changes |= {"norm_weight": None, "norm_bias": None, "precision": "tf32"}
+        with pytest.raises(ValueError, match=r"^precision: got 'tf32' for input of float16, exp"):
+            conv(**changes)
 
 
 def test_modules_check_as_the_functions_do():

@@ -572,6 +572,10 @@ def test_precision_is_passed_on():
         module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2, precision=precision)
         (explanation,) = fusedconv.explain(module, x, file=io.StringIO())
         assert explanation.problem.precision == (precision or "fp32")
+        module = ConvTransposeActNorm2d(4, 6, 3, precision=precision)
+        for each in (x, x[0]):  # torch's convolution takes a sample without a batch
+            (explanation,) = fusedconv.explain(module, each, file=io.StringIO())
+            assert explanation.problem.precision == (precision or "fp32")
     with pytest.raises(ValueError, match="precision: got 'half'"):
         ConvTransposeActNorm2d(4, 6, 3, precision="half")(x)
 

@@ -471,24 +471,28 @@ def test_second_derivatives_are_the_compositions(target):
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return values.requires_grad_()
 
-    x, weight, scale = make(2, 4, 5, 5), make(4, 6, 3, 3), make(4)
+    x, weight, bias = make(2, 4, 5, 5), make(4, 6, 3, 3), make(6)
+    scale, shift = (make(4), make(4)) if target == "norm" else (make(6), make(6))
     num_groups = 2 if target == "conv" else None
-    leaves = (x, scale) if target == "norm" else (x, weight)
+    affine = () if target == "conv without norm" else (scale, shift)
+    leaves = (x, *affine) if target == "norm" else (x, weight, bias, *affine)
+    norm = dict(zip(("norm_weight", "norm_bias"), affine, strict=False))
 
     def ours():
         if target == "norm":
-            return NORM(x, 2, scale, None, 1e-5, "gelu", "act_norm", None)[0]
+            return NORM(x, 2, scale, shift, 1e-3, "gelu", "norm_act", None)[0]
         return CONV(
-            x, weight, None, (1, 1), (0, 0), (0, 0), (1, 1), 1, "gelu", "act_norm", num_groups or 0,
-            None, None, 1e-5, None, None, True,
+            x, weight, bias, (1, 2), (1, 0), (0, 1), (2, 1), 1, "gelu", "norm_act", num_groups or 0,
+            norm.get("norm_weight"), norm.get("norm_bias"), 1e-3, None, None, True,
         )[0]  # fmt: skip
 
     def composition():
         if target == "norm":
-            return reference.group_norm(x, 2, scale, activation="gelu")
+            return reference.group_norm(x, 2, scale, shift, 1e-3, "gelu", "norm_act")
         return reference.conv_transpose_act_norm(
-            x, weight, activation="gelu", num_groups=num_groups
-        )
+            x, weight, bias, (1, 2), (1, 0), (0, 1), 1, (2, 1), activation="gelu",
+            order="norm_act", num_groups=num_groups, eps=1e-3, **norm,
+        )  # fmt: skip
 
     def penalty(function):
         grads = torch.autograd.grad(function().square().sum(), leaves, create_graph=True)
@@ -498,15 +502,44 @@ def test_second_derivatives_are_the_compositions(target):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_derivative_of_the_backward_operator_is_refused():
+@pytest.mark.parametrize("name", ["group_norm", "conv_transpose_act_norm"])
+def test_a_derivative_of_the_backward_operator_is_refused(name):
     """Nobody differentiates it by way of the operators; called by hand it must not give zeros."""
     x = torch.randn(2, 4, 5, requires_grad=True)
     mean, rstd = torch.zeros(2, 2), torch.ones(2, 2)
-    grad, *_ = torch.ops.fusedconv.group_norm_backward(
-        torch.randn(2, 4, 5), x, mean, rstd, None, None, 2, "gelu", "act_norm", [True, False, False]
-    )
-    with pytest.raises(RuntimeError, match=r"fusedconv::group_norm_backward: got a second deriv"):
+    saved = (torch.randn(2, 4, 5), x)
+    stages = ("gelu", "act_norm")
+    if name == "group_norm":
+        arguments = (*saved, mean, rstd, None, None, 2, *stages, [True, False, False])
+    else:
+        saved = (*saved, torch.randn(4, 4, 1), x.detach(), mean, rstd, None, None)
+        arguments = (*saved, [1], [0], [0], [1], 1, *stages, 2, "fp32", [True, *[False] * 4])
+    grad, *_ = getattr(torch.ops.fusedconv, f"{name}_backward")(*arguments)
+    with pytest.raises(RuntimeError, match=rf"fusedconv::{name}_backward: got a second deriv"):
         grad.sum().backward()
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("operator", ["conv", "norm"])
+def test_no_gradient_comes_of_none(operator):
+    """As of torch's operators: not zeros."""
+    if operator == "conv":
+        arguments = conv_arguments(save=True, requires_grad=True)
+        output = CONV(*arguments)[0]
+    else:
+        arguments = norm_arguments(requires_grad=True)
+        output = NORM(*arguments)[0]
+    Stop.apply(output).sum().backward()
+    assert all(a.grad is None for a in arguments if isinstance(a, torch.Tensor))
 
 
 def test_only_the_output_is_differentiable():
@@ -556,12 +589,16 @@ def test_an_explicit_precision_holds_in_both_passes(scopes, precision, force):
     assert scopes == [precision, precision]
 
 
+@pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
-def test_a_precision_scope_switches_and_restores(precision, outer, monkeypatch):
+def test_a_precision_scope_switches_and_restores(precision, outer, newer, monkeypatch):
     from fusedconv.kernels.torch_reference import precision_scope
     from fusedconv.problem import conv_fp32_precision
 
+    if not newer:  # torch 2.6 has the older switch alone
+        for name in ("_set_fp32_precision_setter", "_get_fp32_precision_getter"):
+            monkeypatch.delattr(torch._C, name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", outer)
     before = conv_fp32_precision()
     assert before == ("tf32" if outer else "fp32")

@@ -170,6 +170,17 @@ def test_a_scripted_call_saves_nothing_without_gradients():
     assert not explanation.problem.save
 
 
+@pytest.mark.parametrize("precision", [None, "tf32", "fp32"])
+def test_precision_and_eps_are_passed_on_when_scripted(precision):
+    module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2, eps=0.25, precision=precision)
+    x = torch.randn(2, 4, 5, 6)
+    (eager,) = fusedconv.explain(module, x, file=io.StringIO())
+    (scripted,) = fusedconv.explain(torch.jit.script(module), x, file=io.StringIO())
+    assert scripted.problem == eager.problem
+    assert eager.problem.precision == (precision or "fp32")
+    assert eager.problem.norm.eps == 0.25
+
+
 @pytest.mark.parametrize("name", ["system1", "system2"])
 def test_autocast_gives_scripted_modules_inputs_of_another_dtype(name):
     model, _, x = pair(name)

@@ -187,6 +187,35 @@ def test_flops_are_eagers(name, gradients):
     assert counts[0] > 0 or name == "system3"
 
 
+@pytest.mark.parametrize("needed", [(False, False), (True, False), (False, True), (True, True)])
+def test_flops_of_the_operators_are_eagers(needed):
+    """The counter's hooks on all modules make these call their children; functions have none.
+
+    Without groups: torch counts a weight's gradient once for each of them.
+    """
+    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 2), torch.randn(6)
+    for tensor, need in zip((x, weight), needed, strict=True):
+        tensor.requires_grad_(need)
+    bias.requires_grad_(any(needed))
+    counts = []
+    for function in (conv_transpose_act_norm, reference.conv_transpose_act_norm):
+        with FlopCounterMode(display=False) as counter:
+            result = function(x, weight, bias, stride=2, activation="gelu", num_groups=3)
+            if any(needed):
+                result.sum().backward()
+        counts.append(counter.get_flop_counts()["Global"])
+    assert sum(counts[0].values()) == sum(counts[1].values()) > 0
+    assert all(str(operator).startswith("fusedconv.") for operator in counts[0])
+    assert len(counts[0]) == 1 + any(needed)
+
+
+def test_group_norm_has_no_flops_that_torch_counts():
+    x = torch.randn(2, 4, 5, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        group_norm(x, 2, activation="gelu").sum().backward()
+    assert set(counter.get_flop_counts()["Global"].values()) == {0}
+
+
 # ---- values that memory does not hold ------------------------------------------------------------
 
 
@@ -264,6 +293,19 @@ def test_the_plan_cache_is_bounded_and_keeps_what_is_used(monkeypatch):
     assert len(selections) == 50, "a plan in use was put out"
     group_norm(torch.randn(1, 2, 10), 1)
     assert len(selections) == 51, "the oldest plan was kept"
+
+
+def test_what_was_used_last_stays():
+    from fusedconv.plan import _Recent
+
+    recent = _Recent(2)
+    for key in "abac":
+        recent.put(key, key.upper())
+    assert [recent.get(key) for key in "abc"] == ["A", None, "C"]
+    recent.get("a")
+    recent.put("d", "D")
+    assert [recent.get(key) for key in "acd"] == ["A", None, "D"]
+    assert len(recent) == 2
 
 
 # ---- gradients where torch's own kernels fail ----------------------------------------------------

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import logging
+
 import pytest
 import reference
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from fusedconv import ConvTransposeActNorm2d, functional
+from fusedconv import ConvTransposeActNorm2d, explain, functional, hypothetical
+from fusedconv.ops import common
 
 pytestmark = reference.TORCH_SCRIPTS
 
@@ -186,6 +190,7 @@ def test_gradients_per_sample_of_a_module():
             torch.testing.assert_close(gradients[name][index], parameter.grad, msg=name)
 
 
+<<<<<<< HEAD
 RELATED = {
     "weight is bias": lambda x, weight: (x, weight, weight),
     "weight from input": lambda x, weight: (x, x.mean((0, 2, 3)) * weight, weight),
@@ -228,3 +233,82 @@ def test_a_tangent_of_the_outputs_gradient_is_kept():
 
     expected = tangents(reference.conv_transpose_act_norm, torch.float64)
     assert_same(tangents(ours, torch.float32), expected, rtol=1e-4, atol=1e-4)
+=======
+# ---- what a transform sees of the operators ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [-1, 1, 2])
+@pytest.mark.parametrize("call", CALLS)
+def test_any_axis_may_be_mapped(call, dim):
+    ours, composition, tensors, _ = pair(call)
+    for batched in ({0}, {1}, {0, 1}, set(range(len(tensors)))):
+        mapped, dims = [], []
+        for number, tensor in enumerate(tensors):
+            samples = torch.stack([tensor, tensor.sin(), tensor.cos()])
+            axis = min(dim, tensor.dim())
+            mapped.append(samples.movedim(0, axis) if number in batched else tensor)
+            dims.append(axis if number in batched else None)
+        expected = torch.vmap(composition, tuple(dims))(*mapped)
+        actual = torch.vmap(ours, tuple(dims))(*mapped)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("call", ["act_norm", "conv"])
+def test_one_call_serves_mapped_inputs(call):
+    ours, _, tensors, _ = pair(call)
+    function = torch.vmap(ours, (0, *[None] * (len(tensors) - 1)))
+    inputs = torch.stack([tensors[0]] * 3)
+    (explanation,) = explain(function, inputs, *tensors[1:], file=io.StringIO())
+    assert explanation.problem.batch == 3 * X[0]
+
+
+@pytest.mark.parametrize("switch", ["tf32", "fp32"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", None])
+def test_a_precision_that_transforms_cannot_keep_is_refused(precision, switch, monkeypatch):
+    """On CUDA torch's operators follow torch's switch; on a processor there is one precision."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", switch == "tf32")
+    x, weight = torch.randn(1, 2, 4, 4), torch.randn(2, 4, 3, 3)
+
+    def loss(x):
+        return functional.conv_transpose_act_norm(x, weight, precision=precision).sum()
+
+    torch.func.grad(loss)(x)
+    problem = hypothetical.problem(
+        device="cuda", architecture=90, dtype=x.dtype, precision=precision or switch,
+        layout="nchw", batch=1, channels=2, spatial=(4, 4), out_channels=4, bias=False,
+    )  # fmt: skip
+
+    def composed():
+        return common.composed("name", problem, precision, (x, weight, None, None, None))
+
+    if precision in (None, switch):
+        assert composed().output.shape == (1, 4, 6, 6)
+    else:
+        with pytest.raises(NotImplementedError, match=f"^precision: got '{precision}' under a"):
+            composed()
+
+
+def test_only_the_output_has_a_tangent():
+    x = torch.randn(2, 4, 3)
+    weight = torch.randn(4, 6, 2)
+    conv = (weight, None, [1], [0], [0], [1], 1, "gelu", "act_norm", 2, None, None, 1e-5, None)
+    for operator, arguments in (
+        (torch.ops.fusedconv.group_norm, (2, None, None, 1e-5, "gelu", "act_norm", None)),
+        (torch.ops.fusedconv.conv_transpose_act_norm, (*conv, None, True)),
+    ):
+        with forward_ad.dual_level():
+            outputs = operator(forward_ad.make_dual(x, x.cos()), *arguments)
+            tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
+        assert tangents[0] is not None
+        assert all(tangent is None for tangent in tangents[1:])
+
+
+def test_composing_is_logged_once(caplog):
+    x = torch.randn(2, 4, 3)
+    with caplog.at_level(logging.INFO, logger="fusedconv"):
+        for _ in range(2):
+            torch.func.grad(lambda x: functional.group_norm(x, 2).pow(3).sum())(x)
+    said = [r.getMessage() for r in caplog.records if "torch.func transforms" in r.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("group_norm: torch's operators serve")
+>>>>>>> wip-mutants

@@ -1,0 +1,197 @@
+"""The keys of the plan cache: a call never runs the plan of a call that differs from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import misaligned, strided
+
+from fusedconv import clear_cache
+from fusedconv.ops import planning
+
+
+def float16(*shape):
+    return torch.ones(shape, dtype=torch.float16)
+
+
+#: A valid call of each planning function.
+CONV = {
+    "input": torch.ones(2, 4, 5, 6),
+    "weight": torch.ones(4, 6, 3, 2),
+    "bias": torch.ones(6),
+    "stride": (2, 2),
+    "padding": (1, 1),
+    "output_padding": (0, 0),
+    "dilation": (1, 1),
+    "groups": 1,
+    "activation": "gelu",
+    "order": "act_norm",
+    "num_groups": 2,
+    "norm_weight": torch.ones(6),
+    "norm_bias": torch.ones(6),
+    "eps": 1e-5,
+    "precision": None,
+    "output_dtype": None,
+    "save": False,
+}
+NORM = {
+    "input": torch.ones(2, 4, 5, 6),
+    "num_groups": 2,
+    "weight": torch.ones(4),
+    "bias": torch.ones(4),
+    "eps": 1e-5,
+    "activation": "gelu",
+    "order": "act_norm",
+    "output_dtype": None,
+    "save": False,
+}
+
+#: One change of each thing that a plan depends on. The strides of an input of another batch are
+#: the same, and so are those of a weight with more channels.
+CONV_CHANGES = {
+    "batch": {"input": torch.ones(3, 4, 5, 6)},
+    "input's strides": {"input": strided(torch.ones(2, 4, 5, 6))},
+    "input's alignment": {"input": misaligned(torch.ones(2, 4, 5, 6))},
+    "weight's strides": {"weight": strided(torch.ones(4, 6, 3, 2))},
+    "no bias": {"bias": None},
+    "stride": {"stride": (2, 1)},
+    "padding": {"padding": (1, 0)},
+    "output_padding": {"output_padding": (1, 0)},
+    "dilation": {"dilation": (2, 1)},
+    "activation": {"activation": "relu"},
+    "order": {"order": "norm_act"},
+    "num_groups": {"num_groups": 3},
+    "no norm_weight": {"norm_weight": None},
+    "no norm_bias": {"norm_bias": None},
+    "norm's dtype": {"norm_weight": float16(6), "norm_bias": float16(6)},
+    "eps": {"eps": 1e-3},
+    "precision": {"precision": "tf32"},
+    "output_dtype": {"output_dtype": torch.float64},
+    "save": {"save": True},
+}
+NORM_CHANGES = {
+    "batch": {"input": torch.ones(3, 4, 5, 6)},
+    "input's strides": {"input": strided(torch.ones(2, 4, 5, 6))},
+    "input's dtype": {"input": float16(2, 4, 5, 6)},
+    "input's alignment": {"input": misaligned(torch.ones(2, 4, 5, 6))},
+    "num_groups": {"num_groups": 4},
+    "no weight": {"weight": None},
+    "no bias": {"bias": None},
+    "affine dtype": {"weight": float16(4), "bias": float16(4)},
+    "eps": {"eps": 1e-3},
+    "activation": {"activation": "relu"},
+    "order": {"order": "norm_act"},
+    "output_dtype": {"output_dtype": torch.float64},
+    "save": {"save": True},
+}
+
+
+def assert_told_apart(function, call, change):
+    """After each other, both calls get what each gets from an empty cache."""
+    alone = []
+    for arguments in (call, {**call, **change}):
+        clear_cache()
+        alone.append(function(**arguments).problem)
+    assert alone[0] != alone[1]
+    for arguments, problem in ((call, alone[0]), ({**call, **change}, alone[1])):
+        assert function(**arguments).problem == problem
+
+
+@pytest.mark.parametrize("name", CONV_CHANGES)
+def test_plans_of_the_convolution_are_told_apart(name):
+    assert_told_apart(planning.conv_plan, CONV, CONV_CHANGES[name])
+
+
+@pytest.mark.parametrize("name", NORM_CHANGES)
+def test_plans_of_group_norm_are_told_apart(name):
+    assert_told_apart(planning.group_norm_plan, NORM, NORM_CHANGES[name])
+
+
+def test_groups_are_told_apart():
+    """With as many output channels a weight has another shape; with the same weight, more."""
+    call = {**CONV, "bias": None, "norm_weight": None, "norm_bias": None}
+    assert_told_apart(planning.conv_plan, call, {"groups": 2})
+
+
+BFLOAT16 = {
+    name: value.bfloat16() if isinstance(value, torch.Tensor) else value
+    for name, value in CONV.items()
+}
+#: What is refused, though all but one thing is as in a call that was served before.
+REFUSED = {
+    # In float32 the precision tells them apart too.
+    "input's dtype": (planning.conv_plan, BFLOAT16, {"input": float16(2, 4, 5, 6)}, "weight"),
+    "weight's dtype": (planning.conv_plan, CONV, {"weight": float16(4, 6, 3, 2)}, "weight"),
+    "weight's shape": (planning.conv_plan, CONV, {"weight": torch.ones(5, 6, 3, 2)}, "input"),
+    "bias's dtype": (planning.conv_plan, CONV, {"bias": float16(6)}, "bias"),
+    "bias's shape": (planning.conv_plan, CONV, {"bias": torch.ones(5)}, "bias"),
+    "norm_weight's shape": (
+        planning.conv_plan, CONV, {"norm_weight": torch.ones(7)}, "norm_weight",
+    ),
+    "norm_bias's dtype": (planning.conv_plan, CONV, {"norm_bias": float16(6)}, "norm_bias"),
+    "activation": (planning.conv_plan, CONV, {"activation": "tanh"}, "activation"),
+    "order": (planning.conv_plan, CONV, {"order": "norm"}, "order"),
+    "stride": (planning.conv_plan, CONV, {"stride": (2, 0)}, "stride"),
+    "padding": (planning.conv_plan, CONV, {"padding": (1, -1)}, "padding"),
+    "output_padding": (planning.conv_plan, CONV, {"output_padding": (0, -1)}, "output_padding"),
+    "dilation": (planning.conv_plan, CONV, {"dilation": (1, 0)}, "dilation"),
+    "groups": (planning.conv_plan, CONV, {"groups": -1}, "groups"),
+    "weight's axes": (planning.conv_plan, CONV, {"weight": torch.ones(4, 6)}, "weight"),
+    "eps": (planning.conv_plan, CONV, {"eps": float("nan")}, "eps"),
+    "num_groups, GroupNorm": (planning.group_norm_plan, NORM, {"num_groups": -1}, "num_groups"),
+    "no groups, GroupNorm": (planning.group_norm_plan, NORM, {"num_groups": 0}, "num_groups"),
+    "weight's shape, GroupNorm": (
+        planning.group_norm_plan, NORM, {"weight": torch.ones(5)}, "weight",
+    ),
+    "bias's dtype, GroupNorm": (planning.group_norm_plan, NORM, {"bias": float16(4)}, "bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_served_call_opens_no_way_for_a_wrong_one(case):
+    function, call, change, argument = REFUSED[case]
+    function(**call)
+    with pytest.raises((TypeError, ValueError), match=f"^{argument}: got"):
+        function(**{**call, **change})
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "tensors"),
+    [
+        (planning.conv_plan, CONV, ["weight", "bias", "norm_weight", "norm_bias"]),
+        (planning.group_norm_plan, NORM, ["weight", "bias"]),
+    ],
+)
+def test_devices_are_told_apart(function, call, tensors):
+    function(**call)
+    with pytest.raises(ValueError, match="got device cpu, expected meta"):
+        function(**{**call, "input": call["input"].to("meta")})
+    for name in tensors:
+        with pytest.raises(ValueError, match=f"^{name}: got device meta, expected cpu"):
+            function(**{**call, name: call[name].to("meta")})
+
+
+@pytest.mark.parametrize(
+    ("function", "call"), [(planning.conv_plan, CONV), (planning.group_norm_plan, NORM)]
+)
+def test_forced_kernels_are_told_apart(function, call, force):
+    assert function(**call).kernel == "cpu_group_norm"
+    force("torch")
+    assert function(**call).kernel == "torch"
+    force("cpu")
+    assert function(**call).kernel == "cpu_group_norm"
+
+
+@pytest.mark.parametrize("requested", ["tf32", "fp32"])
+def test_precision_is_resolved_before_the_key(requested, monkeypatch):
+    """torch's switches may change between two calls that leave the precision to them."""
+    resolved = []
+
+    def switches(dtype, device, precision):
+        resolved.append(precision)
+        return precision or requested
+
+    planning.conv_plan(**CONV)
+    monkeypatch.setattr(planning, "resolve_precision", switches)
+    assert planning.conv_plan(**CONV).problem.precision == requested
+    assert resolved[:1] == [None]

@@ -1,0 +1,112 @@
+"""torch's operators behind ours: dtypes, strides and what is saved are as ours promise."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CONV = torch.ops.fusedconv.conv_transpose_act_norm
+NORM = torch.ops.fusedconv.group_norm
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _torch_serves(force):
+    force("torch")
+
+
+def affine(dtype):
+    """Weight and bias of GroupNorm, every other value of their memory."""
+    return [reference.strided(torch.randn(4).to(dtype)) for _ in range(2)]
+
+
+def norm_arguments(x, output_dtype=None, order="act_norm"):
+    return (x, 2, *affine(x.dtype), 1e-3, "silu", order, output_dtype)
+
+
+def conv_arguments(x, save, num_groups=2, output_dtype=None):
+    weight, bias = torch.randn(3, 4, 2, 3).to(x.dtype), torch.randn(4).to(x.dtype)
+    norm = affine(x.dtype) if num_groups else (None, None)
+    return (
+        x, weight, bias, (1, 2), (1, 0), (0, 1), (1, 1), 1, "gelu", "act_norm", num_groups, *norm,
+        1e-3, None, output_dtype, save,
+    )  # fmt: skip
+
+
+def assert_as_promised(operator, arguments):
+    """Shapes, strides and dtypes are the fake implementation's; no output shares memory."""
+    outputs = operator(*arguments)
+    with FakeTensorMode() as mode:
+        fakes = operator(
+            *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
+        )
+    for real, fake in zip(outputs, fakes, strict=True):
+        assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
+        assert real.stride() == fake.stride()
+    given = [a for a in arguments if isinstance(a, torch.Tensor)]
+    addresses = [t.untyped_storage().data_ptr() for t in (*outputs, *given) if t.numel()]
+    assert len(set(addresses)) == len(addresses)
+    return outputs
+
+
+PLACES = [lambda x: x, reference.channels_last, reference.strided]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_group_norm_is_as_promised(dtype, place, gradients):
+    x = place(torch.randn(2, 4, 5, 6).to(dtype))
+    arguments = norm_arguments(x)
+    with torch.set_grad_enabled(gradients):
+        output, mean, rstd = assert_as_promised(NORM, arguments)
+    double = [t.double() for t in (x, *arguments[2:4])]
+    expected = reference.group_norm(double[0], 2, *double[1:], 1e-3, activation="silu")
+    assert reference.relative_error(output, expected) < 2 * torch.finfo(dtype).eps
+    grouped = torch.nn.functional.silu(double[0]).reshape(2, 2, -1)
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert reference.relative_error(mean, grouped.mean(-1)) < 4 * tolerance
+    assert (
+        reference.relative_error(rstd, (grouped.var(-1, correction=0) + 1e-3).rsqrt()) < tolerance
+    )
+
+
+@pytest.mark.parametrize("num_groups", [0, 2])
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_convolution_is_as_promised(dtype, place, save, num_groups):
+    x = place(torch.randn(2, 3, 5, 6).to(dtype))
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert_as_promised(CONV, conv_arguments(x, save, num_groups))
+
+
+@pytest.mark.parametrize("order", reference.ORDERS)
+def test_results_wider_than_the_input(order):
+    """What autocast on CUDA asks for: GroupNorm in float32, with float32 parameters."""
+    x, scale = torch.randn(2, 4, 5, 6).bfloat16(), affine(torch.float32)
+    arguments = (x, 2, *scale, 1e-3, "silu", order, torch.float32)
+    output, *_ = assert_as_promised(NORM, arguments)
+    assert output.dtype == torch.float32
+    if order == "norm_act":
+        expected = reference.group_norm(x.float(), 2, *scale, 1e-3, "silu", order)
+        torch.testing.assert_close(output, expected)
+    for save in (False, True):
+        arguments = list(conv_arguments(x[:, :3], save, 2, torch.float32))
+        arguments[11:13] = scale
+        output, *_ = assert_as_promised(CONV, arguments)
+        assert output.dtype == torch.float32
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_convolution_alone_is_returned_apart_from_what_is_saved(save):
+    arguments = list(conv_arguments(torch.randn(2, 3, 5, 6), save, 0))
+    arguments[8] = "identity"
+    output, conv_output, *_ = assert_as_promised(CONV, arguments)
+    if save:
+        assert torch.equal(output, conv_output)
+        output.fill_(7)
+        assert not (conv_output == 7).any()

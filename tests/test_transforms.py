@@ -190,7 +190,6 @@ def test_gradients_per_sample_of_a_module():
             torch.testing.assert_close(gradients[name][index], parameter.grad, msg=name)
 
 
-<<<<<<< HEAD
 RELATED = {
     "weight is bias": lambda x, weight: (x, weight, weight),
     "weight from input": lambda x, weight: (x, x.mean((0, 2, 3)) * weight, weight),
@@ -233,7 +232,8 @@ def test_a_tangent_of_the_outputs_gradient_is_kept():
 
     expected = tangents(reference.conv_transpose_act_norm, torch.float64)
     assert_same(tangents(ours, torch.float32), expected, rtol=1e-4, atol=1e-4)
-=======
+
+
 # ---- what a transform sees of the operators ------------------------------------------------------
 
 
@@ -311,4 +311,3 @@ def test_composing_is_logged_once(caplog):
     said = [r.getMessage() for r in caplog.records if "torch.func transforms" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("group_norm: torch's operators serve")
->>>>>>> wip-mutants

@@ -487,3 +487,14 @@ def test_mixed_devices_are_refused():
     model = fusedconv.ModelNew(4, 4, 3, 1, 2, 2)
     with pytest.raises(ValueError, match="weight: got device cpu"):
         model(torch.rand(1, 4, 8, 8, device="cuda"))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_autocast_lowers_whatever_precision_float32_would_have(precision):
+    module = fusedconv.ConvTransposeActNorm2d(16, 24, 3, num_groups=4, precision=precision).cuda()
+    x = torch.randn(2, 16, 9, 10, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        lowered = module(x)
+    module.precision = None
+    with torch.autocast("cuda", torch.float16):
+        assert torch.equal(lowered, module(x))

@@ -79,7 +79,8 @@ def conv_transpose_act_norm(
     ``num_groups`` None leaves the GroupNorm out, ``activation`` None the activation. Without a
     GroupNorm the input may lack the batch, as torch's convolution allows; with one it may not, as a
     sample's channels would be taken for a batch. ``precision``
-    is "tf32" or "fp32" for float32 input; None follows torch's switches for convolutions.
+    is "tf32" or "fp32" for float32 input; None follows torch's switches for convolutions, and where
+    autocast lowers the input it says nothing.
 
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
@@ -137,6 +138,8 @@ def conv_transpose_act_norm(
                 norm_bias, eps,
             )  # fmt: skip
         output_dtype = torch.float32 if num_groups is not None else None
+        if input.dtype != torch.float32:
+            precision = None  # which speaks of float32
 
     arguments = (
         *geometry,

@@ -41,7 +41,7 @@ class Plan(ABC):
     kernel: str
     #: One line a step, in order.
     steps: tuple[str, ...]
-    #: True where torch's own operators do the work and differentiate themselves.
+    #: True where torch's own operators do the work; a log line then says why, once a problem.
     is_reference: bool = False
 
     @abstractmethod

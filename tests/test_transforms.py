@@ -267,3 +267,12 @@ def test_composing_is_logged_once(caplog):
     said = [r.getMessage() for r in caplog.records if "torch.func transforms" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("group_norm: torch's operators serve")
+
+
+def test_a_level_of_dual_numbers_alone_composes_nothing():
+    x = torch.randn(2, 4, 3)
+    with forward_ad.dual_level():
+        (explanation,) = explain(functional.group_norm, x, 2, file=io.StringIO())
+        dual = forward_ad.make_dual(x, x.cos())
+        assert explain(functional.group_norm, dual, 2, file=io.StringIO()) == []
+    assert explanation.kernel == "cpu_group_norm"

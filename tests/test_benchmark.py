@@ -9,9 +9,10 @@ import pytest
 import torch
 from scripts import script
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusedconv import benchmark
-from fusedconv.benchmark import child, contenders, running
+from fusedconv.benchmark import child, contenders, measuring, running
 from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
@@ -292,6 +293,25 @@ def test_floors():
     assert benchmark.floor_ms(flops, 8, 8, "tf32", "forward", rates) == pytest.approx(1.0)
     assert benchmark.floor_ms(flops, 8, 8, "fp32", "forward", rates) == pytest.approx(3.0)
     assert benchmark.floor_ms(flops, 8, 8, "bf16", "forward_backward", rates) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_flops_are_what_torch_counts(name):
+    system = SYSTEMS[name]
+    original = system.original(*system.init_arguments).to("meta")
+    with FlopCounterMode(display=False) as counter:
+        original(torch.empty(system.input_shape, device="meta"))
+    assert measuring.conv_flops(original, system.input_shape) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("precision", benchmark.PRECISIONS)
+def test_a_cells_precision_sets_the_switch(precision):
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.benchmark
+    for cudnn_benchmark in (False, True):
+        with measuring.precision_mode(precision, cudnn_benchmark):
+            assert (cudnn.allow_tf32, cudnn.benchmark) == (precision == "tf32", cudnn_benchmark)
+        assert (cudnn.allow_tf32, cudnn.benchmark) == before
 
 
 def test_error_of_a_sample_shows():

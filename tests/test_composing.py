@@ -6,6 +6,8 @@ import copy
 import io
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -216,12 +218,13 @@ def test_pruned_and_weight_normalised_convolutions_are_recomputed(name):
     assert_composes(model, original, x, "conv_transpose has forward pre-hooks")
 
 
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_parametrised_children_stay_fused(name):
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
     model, original, x = pair(name)
     for module in (model, original):
         parametrize.register_parametrization(
@@ -232,6 +235,36 @@ def test_parametrised_children_stay_fused(name):
     model.get_submodule(CHILDREN[name][0]).register_forward_hook(doubling)
     original.get_submodule(CHILDREN[name][0]).register_forward_hook(doubling)
     assert_composes(model, original, x, "has forward hooks")
+
+
+def test_parametrised_children_of_other_classes_are_called():
+    """torch.nn.utils.parametrize makes a class of any module, under the module's own class."""
+    model, original, x = pair("system1")
+    for module in (model, original):
+        module.group_norm.__class__ = Scaled
+        parametrize.register_parametrization(module.group_norm, "weight", Doubled())
+    assert_composes(model, original, x, "ParametrizedScaled, not torch.nn.GroupNorm")
+
+
+REPLACED_BEFORE = """
+from torch import nn
+forward = nn.GroupNorm.forward
+nn.GroupNorm.forward = lambda self, x: 3 * forward(self, x)
+import torch, fusedconv
+model = fusedconv.ModelNew(4, 6, 3, 1, 1, 2)
+x = torch.randn(1, 4, 5, 5)
+expected = model.group_norm(torch.nn.functional.gelu(model.conv_transpose(x)))
+torch.testing.assert_close(model(x), expected)
+print(fusedconv.explain(model, x)[0].reason)
+"""
+
+
+def test_a_forward_replaced_before_the_import_is_called():
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED_BEFORE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "torch.nn.GroupNorm.forward has been replaced"
 
 
 # ---- the general modules -------------------------------------------------------------------------

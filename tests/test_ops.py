@@ -391,6 +391,33 @@ def test_gradients_where_forward_serves(dtype, affine_dtype, order):
         assert reference.relative_error(grad, other) < 4 * rounding
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_with_affine_and_incoming_gradient_of_any_strides(dtype, order):
+    x, weight, bias = torch.randn(2, 6, 5, 7).to(dtype), *torch.randn(2, 6).to(dtype)
+    incoming = torch.randn(2, 6, 5, 7).to(dtype)
+    _, mean, rstd = NORM(x, 3, weight, bias, 1e-5, "gelu", order, None)
+    backward = torch.ops.fusedconv.group_norm_backward
+    arguments = (3, "gelu", order, [True] * 3)
+    affine = (strided(weight), strided(bias))
+    for place in (lambda t: t, strided, channels_last, lambda t: t[..., :1].expand(2, 6, 5, 7)):
+        grad = place(incoming)
+        actual = backward(grad, x, mean, rstd, *affine, *arguments)
+        expected = backward(grad.contiguous(), x, mean, rstd, weight, bias, *arguments)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_gradients_of_an_empty_batch(order):
+    arguments = list(conv_arguments(save=True, requires_grad=True, order=order))
+    arguments[0] = torch.empty(0, 4, 5, 6, requires_grad=True)
+    CONV(*arguments)[0].sum().backward()
+    for tensor in (a for a in arguments if isinstance(a, torch.Tensor)):
+        assert tensor.grad.shape == tensor.shape
+        assert not tensor.grad.any()
+
+
 def float64_leaf(*shape):
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 

@@ -7,6 +7,9 @@ import reference
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedconv.ops import common
+from fusedconv.plan import Outputs
+
 CONV = torch.ops.fusedconv.conv_transpose_act_norm
 NORM = torch.ops.fusedconv.group_norm
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -101,12 +104,24 @@ def test_results_wider_than_the_input(order):
         assert output.dtype == torch.float32
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("save", [False, True])
-def test_a_convolution_alone_is_returned_apart_from_what_is_saved(save):
-    arguments = list(conv_arguments(torch.randn(2, 3, 5, 6), save, 0))
+def test_a_convolution_alone_is_returned_apart_from_what_is_saved(save, place):
+    arguments = list(conv_arguments(place(torch.randn(2, 3, 5, 6)), save, 0))
     arguments[8] = "identity"
     output, conv_output, *_ = assert_as_promised(CONV, arguments)
     if save:
         assert torch.equal(output, conv_output)
         output.fill_(7)
         assert not (conv_output == 7).any()
+
+
+def test_what_a_kernel_returns_in_other_strides_is_made_dense():
+    x = torch.randn(2, 4, 5, 6)
+    for like in (x, reference.channels_last(x)):
+        found = Outputs(reference.strided(x), reference.strided(x), None, None)
+        output, conv_output, mean, rstd = common.operator_outputs(like, found)
+        assert output.stride() == conv_output.stride() == like.stride()
+        assert torch.equal(output, x)
+        assert torch.equal(conv_output, x)
+        assert mean.numel() == rstd.numel() == 0

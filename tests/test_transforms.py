@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from fusedconv import ConvTransposeActNorm2d, explain, functional, hypothetical
+from fusedconv import ConvTransposeActNorm2d, clear_cache, explain, functional, hypothetical
 from fusedconv.ops import common
 
 pytestmark = reference.TORCH_SCRIPTS
@@ -305,9 +305,24 @@ def test_only_the_output_has_a_tangent():
 
 def test_composing_is_logged_once(caplog):
     x = torch.randn(2, 4, 3)
-    with caplog.at_level(logging.INFO, logger="fusedconv"):
+
+    def said():
         for _ in range(2):
             torch.func.grad(lambda x: functional.group_norm(x, 2).pow(3).sum())(x)
-    said = [r.getMessage() for r in caplog.records if "torch.func transforms" in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("group_norm: torch's operators serve")
+        messages = [record.getMessage() for record in caplog.records]
+        return [text for text in messages if "torch.func transforms" in text]
+
+    with caplog.at_level(logging.INFO, logger="fusedconv"):
+        (text,) = said()
+        assert text.startswith("group_norm: torch's operators serve")
+        clear_cache()
+        assert said() == [text, text]
+
+
+def test_a_level_of_dual_numbers_alone_composes_nothing():
+    x = torch.randn(2, 4, 3)
+    with forward_ad.dual_level():
+        (explanation,) = explain(functional.group_norm, x, 2, file=io.StringIO())
+        dual = forward_ad.make_dual(x, x.cos())
+        assert explain(functional.group_norm, dual, 2, file=io.StringIO()) == []
+    assert explanation.kernel == "cpu_group_norm"

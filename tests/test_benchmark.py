@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedconv import benchmark
 from fusedconv.benchmark import child, contenders, measuring, running
+from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
@@ -293,6 +294,34 @@ def test_floors():
     assert benchmark.floor_ms(flops, 8, 8, "tf32", "forward", rates) == pytest.approx(1.0)
     assert benchmark.floor_ms(flops, 8, 8, "fp32", "forward", rates) == pytest.approx(3.0)
     assert benchmark.floor_ms(flops, 8, 8, "bf16", "forward_backward", rates) == pytest.approx(1.5)
+
+
+def test_a_file_keeps_what_is_not_measured_anew(tmp_path):
+    path = tmp_path / "figures.json"
+    cells = [cell.fields() for cell in select_cells(["system1"], ["fp32"], ["nchw"])]
+
+    def write(*medians):
+        new = [
+            {**cell, "contender": "eager", "median_ms": median}
+            for cell, median in zip(cells, medians, strict=False)
+        ]
+        files.write(path, {"commit": str(medians)}, new)
+        return json.loads(path.read_text())
+
+    write(1.0, 2.0)
+    written = write(3.0)
+    assert written["header"] == {"commit": "(3.0,)"}
+    assert [record["median_ms"] for record in written["records"]] == [3.0, 2.0]
+    files.check_writable(path)
+    assert json.loads(path.read_text()) == written
+    path.write_text('{"other": "things"}')
+    with pytest.raises(ValueError, match=r"^output: got .*figures.json, expected a file of this"):
+        files.check_writable(path)
+
+
+def test_short_calls_end_before_their_time():
+    times, _ = benchmark.Clock(torch.device("cpu"), seconds=3600.0, least=1).measure([int])
+    assert len(times) == 200
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

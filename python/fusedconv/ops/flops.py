@@ -1,7 +1,8 @@
 """What torch.utils.flop_counter counts of the operators: the convolution's products.
 
 As torch counts its own: a multiplication and an addition are two, bias, activation and
-normalisation are none.
+normalisation are none; but of a grouped convolution's weight gradient torch counts each group's
+products as often as there are groups.
 """
 
 from __future__ import annotations

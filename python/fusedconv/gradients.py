@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedconv.kernels import cuda_program, torch_reference
-from fusedconv.problem import DTYPE_CODES, device_properties, layout_of
+from fusedconv.problem import DTYPE_CODES, device_properties
 
 
 def activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -55,7 +55,7 @@ def norm_gradients(
         and x.numel()
         and device_properties(x.device.index or 0)[0] >= 80
     ):
-        layout = "nhwc" if layout_of(tuple(x.shape), x.stride()) == "nhwc" else "nchw"
+        layout = torch_reference.output_layout(x)
         return cuda_program.group_norm_gradients(
             torch_reference.dense(grad, layout),
             torch_reference.dense(x, layout),
@@ -86,7 +86,7 @@ def _norm_gradients_in_torch(
     after: str,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch_reference.statistics_dtype(x)
     batch, channels = x.shape[:2]
     pixels = x.numel() // max(1, batch * channels)
     grad, x, mean, rstd = grad.to(wide), x.to(wide), mean.to(wide), rstd.to(wide)

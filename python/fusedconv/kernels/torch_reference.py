@@ -16,6 +16,7 @@ from fusedconv.problem import (
     NormGeometry,
     Problem,
     conv_fp32_precision,
+    layout_of,
 )
 from fusedconv.registry import Kernel, Registry, Support
 
@@ -136,8 +137,18 @@ def _group_norm_with_statistics(
     output, mean, rstd = torch.ops.aten.native_group_norm(
         x.contiguous(), weight, bias, batch, channels, math.prod(spatial), norm.num_groups, norm.eps
     )
-    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(x)
     return output, mean.to(statistics), rstd.to(statistics)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Of means and deviations, and of what is computed between roundings: float32 or wider."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def output_layout(x: Tensor) -> str:
+    """The dense layout of what is computed from a tensor: channels last where that is."""
+    return "nhwc" if layout_of(tuple(x.shape), x.stride()) == "nhwc" else "nchw"
 
 
 def dense(tensor: Tensor, layout: str) -> Tensor:

@@ -12,18 +12,15 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 from fusedconv.kernels import torch_reference
+from fusedconv.kernels.torch_reference import output_layout, statistics_dtype
 from fusedconv.plan import Outputs, log_once
-from fusedconv.problem import Problem, conv_fp32_precision, layout_of
+from fusedconv.problem import Problem, conv_fp32_precision
 
 #: Holds the registrations that torch.library has no function for.
 LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
 
 #: Input, weight, bias, norm_weight, norm_bias.
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def output_layout(input: Tensor) -> str:
-    return "nhwc" if layout_of(tuple(input.shape), input.stride()) == "nhwc" else "nchw"
 
 
 def empty(input: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype) -> Tensor:
@@ -45,10 +42,6 @@ def promised(
     if not needed or result is None or like is None:
         return input.new_empty((0,))
     return torch_reference.dense(result, layout).to(like.dtype)
-
-
-def statistics_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,8 +112,8 @@ def composed(name: str, problem: Problem, requested: str | None, tensors: Tensor
     what the derivatives would follow.
     """
     switch = conv_fp32_precision()
-    strict_or_not = problem.device == "cuda" and problem.dtype == torch.float32
-    if strict_or_not and requested not in (None, switch):
+    is_float32_on_cuda = problem.device == "cuda" and problem.dtype == torch.float32
+    if is_float32_on_cuda and requested not in (None, switch):
         raise NotImplementedError(
             f"precision: got {requested!r} under a torch.func transform, forward-mode or second "
             f"differentiation, expected None or {switch!r}, which torch's switch asks for"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedconv.gradients import activation_gradient, norm_gradients
 from fusedconv.kernels import torch_reference
+from fusedconv.kernels.torch_reference import output_layout, statistics_dtype
 from fusedconv.ops.common import (
     any_requires_grad,
     composed,
@@ -17,12 +18,10 @@ from fusedconv.ops.common import (
     empty,
     gradients_by_composition,
     operator_outputs,
-    output_layout,
     promised,
     refuse_second_derivatives,
     register_batching,
     register_gradients,
-    statistics_dtype,
 )
 from fusedconv.ops.planning import conv_geometries, conv_plan, problem_of
 from fusedconv.plan import run

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from fusedconv.gradients import norm_gradients
+from fusedconv.kernels.torch_reference import output_layout, statistics_dtype
 from fusedconv.ops.common import (
     composed,
     differentiates_gradients,
     empty,
     gradients_by_composition,
     operator_outputs,
-    output_layout,
     promised,
     refuse_second_derivatives,
     register_batching,
     register_gradients,
-    statistics_dtype,
 )
 from fusedconv.ops.planning import group_norm_geometry, group_norm_plan, problem_of
 from fusedconv.plan import run

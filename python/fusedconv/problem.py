@@ -1,4 +1,4 @@
-"""What is to be computed, apart from how: frozen, hashable descriptions of one call.
+"""What is to be computed, apart from how and where: frozen, hashable descriptions of one pass.
 
 Convolution letters, here and in C++: N batch, C input channels, K output channels; D H W input,
 Z P Q output and T R S filter extents along depth, height and width.
@@ -6,41 +6,139 @@ Z P Q output and T R S filter extents along depth, height and width.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
-Layout = Literal["nchw", "nhwc", "strided"]
-Precision = Literal["tf32", "fp32", "fp16", "bf16", "fp64"]
-Order = Literal["act_norm", "norm_act"]
+from fusedconv.layout import Layout, result_layout
+from fusedconv.precision import Precision, dtype_name
+from fusedconv.support import Support
 
-#: Names of activations, in the order of the codes that C++ uses.
-ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh", "silu")
-ACTIVATION_CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-LAYOUT_CODES = {"nchw": 0, "nhwc": 1}
+NormKind = Literal["group", "instance", "layer", "affine"]
+
+#: Where functions and modules put their activation: in front of the normalisation or behind it.
 ORDERS = ("act_norm", "norm_act")
-PRECISIONS = ("tf32", "fp32", "fp16", "bf16", "fp64")
-
-_PRECISION_OF_DTYPE: dict[torch.dtype, Precision] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float64: "fp64",
-}
 
 
-@functools.cache
-def device_properties(index: int) -> tuple[int, int]:
-    """Compute capability times ten and multiprocessors of a CUDA device."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
+# ---- the epilogue --------------------------------------------------------------------------------
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@dataclass(frozen=True)
+class Bias:
+    """Adds the convolution's bias [K]; the first stage where there is one."""
+
+    def __str__(self) -> str:
+        return "bias"
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Adds a tensor of the output's shape and the input's dtype."""
+
+    def __str__(self) -> str:
+        return "residual"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity"; ``parameter`` is
+    the one that some activations have, such as a slope."""
+
+    name: str
+    parameter: float | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.parameter is None else f"{self.name}({self.parameter:g})"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation with weight and bias per channel, where they are given.
+
+    ``kind`` "group" has statistics per sample and group of channels, "instance" per sample and
+    channel, "layer" per sample and pixel over all channels; "affine" has none: weight and bias are
+    those of a BatchNorm with its running statistics folded into them. ``num_groups`` is that of
+    "group", 0 elsewhere. ``affine_dtype`` is None where neither weight nor bias is given.
+    """
+
+    kind: NormKind
+    num_groups: int
+    eps: float
+    weight: bool
+    bias: bool
+    affine_dtype: torch.dtype | None
+
+    def groups(self, channels: int) -> int:
+        """Statistics of a sample: groups of "group", channels of "instance"; 0 where they are per
+        pixel or there are none."""
+        return {"group": self.num_groups, "instance": channels}.get(self.kind, 0)
+
+    def __str__(self) -> str:
+        return f"group_norm {self.num_groups}" if self.kind == "group" else f"{self.kind}_norm"
+
+
+Stage = Bias | Residual | Activation | Norm
+Epilogue = tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class ActNormAct:
+    """The epilogues that fused kernels have: [bias], [activation], [normalisation of groups],
+    [activation]. Activations are names, "identity" where there is none."""
+
+    bias: bool
+    before: str
+    norm: Norm | None
+    after: str
+
+
+def epilogue(bias: bool, activation: str, order: str, norm: Norm | None) -> Epilogue:
+    """The stages of a function's arguments; ``activation`` "identity" is none."""
+    stages: list[Stage] = [Bias()] if bias else []
+    acts = [Activation(activation)] if activation != "identity" else []
+    norms = [norm] if norm is not None else []
+    return (*stages, *(norms + acts if order == "norm_act" else acts + norms))
+
+
+@lru_cache(maxsize=4096)
+def act_norm_act(stages: Epilogue) -> ActNormAct | Support:
+    """An epilogue as the fused kernels take it, or why they do not."""
+    rest = list(stages)
+    bias = bool(rest) and isinstance(rest[0], Bias)
+    if bias:
+        del rest[0]
+    named = [stage for stage in rest if isinstance(stage, Activation)]
+    for activation in named:
+        if activation.parameter is not None:
+            return Support.no(f"no fused kernel has the activation {activation}")
+    norms = [stage for stage in rest if isinstance(stage, Norm)]
+    for norm in norms:
+        if norm.kind not in ("group", "instance"):
+            return Support.no(f"no fused kernel has the normalisation {norm}")
+    for stage in rest:
+        if not isinstance(stage, Activation | Norm):
+            return Support.no(f"no fused kernel has the stage {stage}")
+    position = rest.index(norms[0]) if norms else len(rest)
+    before, after = rest[:position], rest[position + 1 :]
+    if len(norms) > 1 or len(before) > 1 or len(after) > 1:
+        order = " -> ".join(map(str, rest))
+        return Support.no(
+            f"stages are {order}; fused kernels have an activation, a normalisation and an "
+            "activation at most"
+        )
+
+    def name(stage: list[Stage]) -> str:
+        return stage[0].name if stage and isinstance(stage[0], Activation) else "identity"
+
+    return ActNormAct(bias, name(before), norms[0] if norms else None, name(after))
+
+
+# ---- geometry ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +153,6 @@ class ConvTransposeGeometry:
     output_padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    bias: bool
     weight_strides: tuple[int, ...]
 
     def output_spatial(self, spatial: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,32 +171,33 @@ class ConvTransposeGeometry:
             )
         )
 
+    def __str__(self) -> str:
+        def extents(values: Iterable[int]) -> str:
+            return "x".join(map(str, values))
+
+        return (
+            f"conv_transpose{len(self.kernel_size)}d {self.in_channels}->{self.out_channels} "
+            f"k{extents(self.kernel_size)} s{extents(self.stride)} p{extents(self.padding)}"
+            + (f" d{extents(self.dilation)}" if set(self.dilation) != {1} else "")
+            + (f" groups {self.groups}" if self.groups != 1 else "")
+        )
+
+
+# ---- passes --------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class NormGeometry:
-    """GroupNorm: which of weight and bias are given, and their dtype (None where neither is)."""
+class ForwardProblem:
+    """One forward pass: an optional transposed convolution and an epilogue of ordered stages.
 
-    num_groups: int
-    eps: float
-    weight: bool
-    bias: bool
-    affine_dtype: torch.dtype | None
+    ``layout`` is the input's: "nchw" dense channels first, "nhwc" dense channels last, "strided"
+    anything else. ``aligned`` says that the input's address is a multiple of 16 bytes. ``save`` asks
+    for the tensors that a backward pass needs.
 
-
-@dataclass(frozen=True)
-class Problem:
-    """One call: an optional transposed convolution, an activation, an optional GroupNorm.
-
-    ``device`` is a torch device type, ``device_index`` its ordinal and ``architecture`` its compute
-    capability times ten (both 0 off CUDA). ``layout`` is the input's: "nchw" dense channels first,
-    "nhwc" dense channels last, "strided" anything else. ``aligned`` says that the input's address
-    is a multiple of 16 bytes. ``save`` asks for the tensors that a backward pass needs.
+    Raises ValueError where the stages cannot be: more than one bias, residual or normalisation, a
+    bias that is not the first, or one without a convolution.
     """
 
-    device: str
-    device_index: int
-    architecture: int
-    multiprocessors: int
     dtype: torch.dtype
     output_dtype: torch.dtype
     precision: Precision
@@ -108,11 +206,23 @@ class Problem:
     batch: int
     channels: int
     spatial: tuple[int, ...]
-    activation: str
-    order: Order
     conv: ConvTransposeGeometry | None = None
-    norm: NormGeometry | None = None
+    epilogue: Epilogue = ()
     save: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in (Bias, Residual, Norm):
+            count = sum(isinstance(stage, kind) for stage in self.epilogue)
+            if count > 1:
+                raise ValueError(f"epilogue: got {count} of {kind.__name__}, expected at most one")
+        for index, stage in enumerate(self.epilogue):
+            if isinstance(stage, Bias) and (index or self.conv is None):
+                raise ValueError("epilogue: got a bias elsewhere than behind a convolution")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What kernels divide among themselves; a forward pass is one part."""
+        return ("forward",)
 
     @property
     def output_channels(self) -> int:
@@ -123,25 +233,36 @@ class Problem:
         return self.spatial if self.conv is None else self.conv.output_spatial(self.spatial)
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.channels, *self.spatial)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.batch, self.output_channels, *self.output_spatial)
+
+    @property
     def output_layout(self) -> Layout:
-        return "nhwc" if self.layout == "nhwc" else "nchw"
+        return result_layout(self.layout)
 
     @property
-    def activation_before(self) -> str:
-        """The activation in front of the normalisation, or the only one."""
-        return "identity" if self.norm is not None and self.order == "norm_act" else self.activation
+    def bias(self) -> bool:
+        return Bias() in self.epilogue
 
     @property
-    def activation_after(self) -> str:
-        return self.activation if self.norm is not None and self.order == "norm_act" else "identity"
+    def norm(self) -> Norm | None:
+        return next((stage for stage in self.epilogue if isinstance(stage, Norm)), None)
+
+    @property
+    def activations(self) -> tuple[Activation, ...]:
+        return tuple(stage for stage in self.epilogue if isinstance(stage, Activation))
 
     @property
     def input_elements(self) -> int:
-        return self.batch * self.channels * math.prod(self.spatial)
+        return math.prod(self.input_shape)
 
     @property
     def output_elements(self) -> int:
-        return self.batch * self.output_channels * math.prod(self.output_spatial)
+        return math.prod(self.output_shape)
 
     @property
     def conv_flops(self) -> int:
@@ -161,83 +282,101 @@ class Problem:
         )
 
     def __str__(self) -> str:
-        size = "x".join(str(extent) for extent in (self.batch, self.channels, *self.spatial))
-        parts = []
+        size = "x".join(map(str, self.input_shape))
+        stages = list(map(str, self.epilogue))
         if self.conv is not None:
-            conv = self.conv
-            kernel = "x".join(map(str, conv.kernel_size))
-            parts.append(
-                f"conv_transpose{len(conv.kernel_size)}d {conv.in_channels}->{conv.out_channels} "
-                f"k{kernel} s{'x'.join(map(str, conv.stride))} "
-                f"p{'x'.join(map(str, conv.padding))}"
-                + (f" d{'x'.join(map(str, conv.dilation))}" if set(conv.dilation) != {1} else "")
-                + (f" groups {conv.groups}" if conv.groups != 1 else "")
-                + (" +bias" if conv.bias else "")
-            )
-        if self.activation_before != "identity":
-            parts.append(self.activation_before)
-        if self.norm is not None:
-            parts.append(f"group_norm {self.norm.num_groups}")
-        if self.activation_after != "identity":
-            parts.append(self.activation_after)
-        where = self.device + (f" sm_{self.architecture}" if self.architecture else "")
-        what = " -> ".join(parts) or "identity"
+            head = str(self.conv)
+            if self.bias:
+                head += " +bias"
+                del stages[0]
+            stages.insert(0, head)
+        what = " -> ".join(stages) or "identity"
         mode = f"{dtype_name(self.dtype)} ({self.precision})"
         saving = ", saving for backward" if self.save else ""
-        return f"{what} on {size}, {mode}, {self.layout}, {where}{saving}"
+        return f"{what} on {size}, {mode}, {self.layout}{saving}"
 
 
-def conv_fp32_precision() -> Precision:
-    """The precision torch's own switches ask of an fp32 convolution on CUDA: "tf32" or "fp32"."""
-    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
-    if getter is not None:
-        setting = getter("cuda", "conv")
-        if setting == "tf32":
-            return "tf32"
-        if setting == "ieee":
-            return "fp32"
-    try:
-        # "none": only the older switch says anything.
-        return "tf32" if torch._C._get_cudnn_allow_tf32() else "fp32"
-    except RuntimeError:
-        # torch refuses to read the older switch once the newer ones disagree with it; none of them
-        # allowed TF32, or the getter above had said so.
-        return "fp32"
+#: What a backward pass may be asked for. "conv_output" is the gradient of the convolution's output,
+#: which the gradients of input, weight and bias are computed from.
+GRADIENTS = ("conv_output", "input", "weight", "bias", "norm_weight", "norm_bias", "residual")
 
 
-def resolve_precision(dtype: torch.dtype, device: str, requested: str | None) -> Precision:
-    """The arithmetic of the convolution: the argument, else torch's switches, else the dtype's."""
-    fixed = _PRECISION_OF_DTYPE.get(dtype)
-    if fixed is not None:
-        if requested is not None and requested != fixed:
+@dataclass(frozen=True)
+class BackwardProblem:
+    """First derivatives of a forward pass that saved what they need.
+
+    ``gradients`` are of GRADIENTS. ``grad_dtype`` and ``grad_layout`` are those of the output's
+    gradient; ``aligned`` says that its address and those of the saved tensors are multiples of 16
+    bytes.
+
+    Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of the
+    input, where there is no convolution), norm weight, norm bias and residual; "input", "weight" and
+    "bias" are the convolution's.
+    """
+
+    forward: ForwardProblem
+    grad_dtype: torch.dtype
+    grad_layout: Layout
+    aligned: bool
+    gradients: frozenset[str]
+
+    def __post_init__(self) -> None:
+        unknown = self.gradients - set(GRADIENTS)
+        if unknown or not self.gradients:
             raise ValueError(
-                f"precision: got {requested!r} for input of {dtype_name(dtype)}, expected "
-                f"{fixed!r} or None"
+                f"gradients: got {sorted(self.gradients)}, expected some of {', '.join(GRADIENTS)}"
             )
-        return fixed
-    if requested is None:
-        return conv_fp32_precision() if device == "cuda" else "fp32"
-    if requested == "tf32" or requested == "fp32":
-        return requested  # type: ignore[return-value]
-    raise ValueError(
-        f"precision: got {requested!r} for input of float32, expected 'tf32', 'fp32' or None"
-    )
+
+    @staticmethod
+    def of(
+        forward: ForwardProblem,
+        *,
+        grad_dtype: torch.dtype,
+        grad_layout: Layout,
+        aligned: bool,
+        gradients: Iterable[str],
+    ) -> BackwardProblem:
+        """The problem of the gradients asked for, with the one between them where it is needed."""
+        wanted = frozenset(gradients)
+        if forward.conv is not None and wanted & {"input", "weight", "bias"}:
+            stages = [stage for stage in forward.epilogue if not isinstance(stage, Bias)]
+            if stages or grad_dtype != forward.dtype:
+                wanted |= {"conv_output"}
+        return BackwardProblem(forward, grad_dtype, grad_layout, aligned, wanted)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        epilogue = {"conv_output", "norm_weight", "norm_bias", "residual"}
+        if self.forward.conv is None:
+            return ("epilogue",)
+        parts = ["epilogue"] if self.gradients & epilogue else []
+        parts += [name for name in ("input", "weight", "bias") if name in self.gradients]
+        return tuple(parts)
+
+    def part(self, parts: Iterable[str]) -> BackwardProblem:
+        """The same problem restricted to some of its parts."""
+        if self.forward.conv is None:
+            return self
+        convolution = {"input", "weight", "bias"}
+        kept = set(parts)
+        gradients = {
+            name
+            for name in self.gradients
+            if (name in kept if name in convolution else "epilogue" in kept)
+        }
+        return dataclasses.replace(self, gradients=frozenset(gradients))
+
+    @property
+    def conv_flops(self) -> int:
+        """Of the convolution's two gradients, as far as they are asked for."""
+        return self.forward.conv_flops * len(self.gradients & {"input", "weight"})
+
+    def __str__(self) -> str:
+        names = ", ".join(name for name in GRADIENTS if name in self.gradients)
+        return (
+            f"gradients of {names} through {self.forward}, output gradient "
+            f"{dtype_name(self.grad_dtype)} {self.grad_layout}"
+        )
 
 
-def layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
-    """Which dense layout the strides are, of [N, C, *spatial]; axes of extent 1 do not matter."""
-
-    def dense(order: list[int]) -> bool:
-        expected = 1
-        for axis in order:
-            if shape[axis] != 1 and strides[axis] != expected:
-                return False
-            expected *= shape[axis]
-        return True
-
-    axes = len(shape)
-    if dense(list(range(axes - 1, -1, -1))):
-        return "nchw"
-    if dense([1, *range(axes - 1, 1, -1), 0]):
-        return "nhwc"
-    return "strided"
+Problem = ForwardProblem | BackwardProblem

@@ -1,80 +1,37 @@
-"""Kernels by name: who offers what, and which of them serves a problem at the lowest cost."""
+"""Kernels by name: who offers what. Built-ins are here, plugins enter by an entry point."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
+from fusedconv import kernels
+from fusedconv.device import Device
 from fusedconv.errors import NoKernelError, PluginError
-from fusedconv.plan import Plan
-from fusedconv.problem import Problem
+from fusedconv.plan import BackwardKernel, Candidate, ForwardKernel, Kernel
+from fusedconv.problem import ForwardProblem, Problem
+from fusedconv.support import Support
 
 #: Third parties name a function ``register(registry)`` under this entry-point group.
 ENTRY_POINT_GROUP = "fusedconv.kernels"
 #: Comma-separated names of kernels or providers; only these may be chosen.
 FORCE_VARIABLE = "FUSEDCONV_KERNEL"
 
-_BUILT_IN = (
-    "fusedconv.kernels.torch_reference",
-    "fusedconv.kernels.cpu",
-    "fusedconv.kernels.cutlass_sm80",
-    "fusedconv.kernels.cutlass_sm90",
-    "fusedconv.kernels.groupnorm_cuda",
-)
 
-
-@dataclass(frozen=True)
-class Support:
-    """Whether a kernel serves a problem; true or false, with a reason where false."""
-
-    ok: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    @staticmethod
-    def yes() -> Support:
-        return Support(True)
-
-    @staticmethod
-    def no(reason: str) -> Support:
-        return Support(False, reason)
-
-
-class Kernel(ABC):
-    """One way to compute a problem. Subclass it, set the names, register an instance."""
-
-    #: Unique; what ``FUSEDCONV_KERNEL`` and ``explain`` call it.
-    name: str
-    #: The family it belongs to; several kernels may share one.
-    provider: str
-
-    @abstractmethod
-    def supports(self, problem: Problem) -> Support:
-        """Whether it serves the problem; a reason where it does not. Touches no device."""
-
-    @abstractmethod
-    def cost(self, problem: Problem) -> float:
-        """Estimated milliseconds of a supported problem. Lower wins."""
-
-    @abstractmethod
-    def compile(self, problem: Problem) -> Plan:
-        """The plan of a supported problem."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel held against a problem; ``cost`` is in milliseconds, None where unsupported."""
-
-    kernel: Kernel
-    support: Support
-    cost: float | None
+def _candidate(kernel: Kernel, problem: Problem, device: Device) -> Candidate:
+    cost = None
+    if isinstance(problem, ForwardProblem):
+        assert isinstance(kernel, ForwardKernel)
+        support: Support = kernel.supports(problem, device)
+        if support:
+            cost = kernel.cost(problem, device)
+    else:
+        assert isinstance(kernel, BackwardKernel)
+        support = kernel.supports(problem, device)
+        if support:
+            cost = kernel.cost(problem, device)
+    return Candidate(kernel, support, cost)
 
 
 class Registry:
@@ -85,8 +42,11 @@ class Registry:
 
     def register(self, kernel: Kernel) -> None:
         """Adds a kernel. Raises TypeError or ValueError where it is none or its name is taken."""
-        if not isinstance(kernel, Kernel):
-            raise TypeError(f"kernel: got {kernel!r}, expected an instance of fusedconv.Kernel")
+        if not isinstance(kernel, ForwardKernel | BackwardKernel):
+            raise TypeError(
+                f"kernel: got {kernel!r}, expected an instance of fusedconv.ForwardKernel or "
+                "fusedconv.BackwardKernel"
+            )
         for field in ("name", "provider"):
             value = getattr(kernel, field, None)
             if not isinstance(value, str) or not value or "," in value:
@@ -94,6 +54,17 @@ class Registry:
                     f"{field}: got {value!r} on {type(kernel).__name__}, expected a non-empty str "
                     "without commas"
                 )
+        parts = (
+            {"forward"}
+            if isinstance(kernel, ForwardKernel)
+            else {"epilogue", "input", "weight", "bias"}
+        )
+        computes = getattr(kernel, "computes", None)
+        if not isinstance(computes, frozenset) or not computes or computes - parts:
+            raise ValueError(
+                f"computes: got {computes!r} on {type(kernel).__name__}, expected a frozenset of "
+                f"some of {', '.join(sorted(parts))}"
+            )
         if kernel.name in self._kernels:
             raise ValueError(f"name: {kernel.name!r} is registered already")
         self._kernels[kernel.name] = kernel
@@ -101,12 +72,15 @@ class Registry:
     def kernels(self) -> list[Kernel]:
         return list(self._kernels.values())
 
-    def candidates(self, problem: Problem) -> list[Candidate]:
-        """Every kernel with its verdict, supported ones first, by cost."""
-        result = []
-        for kernel in self._kernels.values():
-            support = kernel.supports(problem)
-            result.append(Candidate(kernel, support, kernel.cost(problem) if support else None))
+    def computing(self, parts: Sequence[str]) -> list[Kernel]:
+        """The kernels that compute all of these parts of a pass."""
+        wanted = set(parts)
+        return [kernel for kernel in self._kernels.values() if wanted <= kernel.computes]
+
+    def candidates(self, problem: Problem, device: Device) -> list[Candidate]:
+        """Every kernel that computes the problem's parts, with its verdict: supported ones first,
+        by cost."""
+        result = [_candidate(k, problem, device) for k in self.computing(problem.parts)]
         return sorted(result, key=lambda c: (c.cost is None, c.cost or 0.0))
 
     def forced_names(self, forced: str) -> list[str]:
@@ -126,24 +100,6 @@ class Registry:
                 + f"; known providers: {', '.join(sorted(providers))}"
             )
         return names
-
-    def select(self, problem: Problem, forced: str | None = None) -> Candidate:
-        """The admissible candidate of lowest cost.
-
-        ``forced`` restricts the choice to the named kernels or providers. Raises NoKernelError with
-        each candidate's reason where none is left.
-        """
-        candidates = self.candidates(problem)
-        if forced:
-            names = self.forced_names(forced)
-            candidates = [
-                c for c in candidates if c.kernel.name in names or c.kernel.provider in names
-            ]
-        if not candidates or not candidates[0].support:
-            reasons = "\n".join(f"  {c.kernel.name}: {c.support.reason}" for c in candidates)
-            scope = f" among {forced}" if forced else ""
-            raise NoKernelError(f"no kernel{scope} serves {problem}:\n{reasons}")
-        return candidates[0]
 
 
 _lock = threading.Lock()
@@ -168,12 +124,8 @@ def registry() -> Registry:
     with _lock:
         if _registry is None:
             loaded = Registry()
-            for module in _BUILT_IN:
-                importlib.import_module(module).register(loaded)
+            for kernel in kernels.built_in():
+                loaded.register(kernel)
             _load_plugins(loaded)
             _registry = loaded
         return _registry
-
-
-def forced_kernels() -> str | None:
-    return os.environ.get(FORCE_VARIABLE) or None

@@ -9,33 +9,37 @@ import torch
 from torch import Tensor
 
 from fusedconv import _C
-from fusedconv.kernels.torch_reference import conv_transpose, dense
-from fusedconv.plan import Outputs, Plan
-from fusedconv.problem import (
-    ACTIVATION_CODES,
-    DTYPE_CODES,
-    LAYOUT_CODES,
-    Problem,
-    dtype_name,
-    layout_of,
-)
-from fusedconv.registry import Kernel, Registry, Support
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import address, group_norm_problem, supports_compiled
+from fusedconv.layout import dense, layout_of
+from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.reference import conv_transpose
+from fusedconv.support import Support
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-class CpuPlan(Plan):
-    def __init__(self, kernel: str, problem: Problem) -> None:
+class CpuPlan(ForwardPlan):
+    def __init__(self, kernel: str, problem: ForwardProblem, form: ActNormAct) -> None:
+        assert form.norm is not None
         self.kernel = kernel
         self.problem = problem
+        self.groups = form.norm.groups(problem.output_channels)
+        self._compiled = {
+            layout: group_norm_problem(
+                problem,
+                form,
+                batch=problem.batch,
+                input_layout=layout,
+                output_layout=layout,
+            )
+            for layout in ("nchw", "nhwc")
+        }
         steps = []
         if problem.layout == "strided" and problem.conv is None:
             steps.append("torch copy of the strided input to contiguous NCHW")
         if problem.conv is not None:
             steps.append(f"torch.conv_transpose{len(problem.conv.kernel_size)}d (oneDNN)")
-        fused = [problem.activation_before, "group_norm", problem.activation_after]
+        fused = [form.before, "group_norm", form.after]
         steps.append(
             "fused " + " + ".join(part for part in fused if part != "identity") + " (fusedconv._C)"
         )
@@ -48,45 +52,33 @@ class CpuPlan(Plan):
         bias: Tensor | None,
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Outputs:
         problem = self.problem
-        norm = problem.norm
-        assert norm is not None
         conv_output = None
         x = input
         if problem.conv is not None:
             assert weight is not None
             x = conv_output = conv_transpose(problem.conv, input, weight, bias)
-        layout = layout_of(tuple(x.shape), x.stride())
+        layout = layout_of(x.shape, x.stride())
         if layout == "strided":
             x = x.contiguous()
             layout = "nchw"
-        batch, channels = x.shape[:2]
-        pixels = x.numel() // (batch * channels)
         output = torch.empty_like(x)
         mean = rstd = None
         if problem.save:
-            mean = torch.empty((batch, norm.num_groups), dtype=torch.float32)
+            mean = torch.empty((problem.batch, self.groups), dtype=torch.float32)
             rstd = torch.empty_like(mean)
         norm_weight = None if norm_weight is None else norm_weight.contiguous()
         norm_bias = None if norm_bias is None else norm_bias.contiguous()
-        _C.cpu_group_norm(
-            x.data_ptr(),
-            output.data_ptr(),
-            _address(norm_weight),
-            _address(norm_bias),
-            _address(mean),
-            _address(rstd),
-            batch=batch,
-            channels=channels,
-            pixels=pixels,
-            groups=norm.num_groups,
-            eps=norm.eps,
-            layout=LAYOUT_CODES[layout],
-            dtype=DTYPE_CODES[x.dtype],
-            affine_dtype=DTYPE_CODES[norm.affine_dtype or x.dtype],
-            activation_before=ACTIVATION_CODES[problem.activation_before],
-            activation_after=ACTIVATION_CODES[problem.activation_after],
+        _C.cpu.group_norm(
+            self._compiled[layout],
+            input=x.data_ptr(),
+            output=output.data_ptr(),
+            weight=address(norm_weight),
+            bias=address(norm_bias),
+            mean=address(mean),
+            rstd=address(rstd),
             threads=torch.get_num_threads(),
         )
         return Outputs(
@@ -94,31 +86,28 @@ class CpuPlan(Plan):
         )
 
 
-class CpuGroupNorm(Kernel):
+class CpuGroupNorm(ForwardKernel):
     name = "cpu_group_norm"
     provider = "cpu"
 
-    def supports(self, problem: Problem) -> Support:
-        if problem.device != "cpu":
-            return Support.no(f"runs on the processor, the input is on {problem.device}")
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        if device.type != "cpu":
+            return Support.no(f"runs on the processor, the input is on {device.type}")
         if problem.norm is None:
-            return Support.no("fuses activation and GroupNorm; there is no GroupNorm")
-        if problem.dtype not in DTYPE_CODES:
-            return Support.no(f"dtype is {dtype_name(problem.dtype)}, not float32/float16/bfloat16")
+            return Support.no("fuses activation and GroupNorm; there is no normalisation")
         if problem.output_dtype != problem.dtype:
             return Support.no("output dtype differs from input dtype")
-        if problem.norm.affine_dtype is not None and problem.norm.affine_dtype not in DTYPE_CODES:
-            return Support.no(f"affine dtype is {dtype_name(problem.norm.affine_dtype)}")
-        if problem.input_elements == 0 or problem.output_elements == 0:
-            return Support.no("the input is empty")
-        return Support.yes()
+        return supports_compiled(problem)
 
-    def cost(self, problem: Problem) -> float:
-        return problem.conv_flops / 1e8 + 2.0 * problem.minimal_bytes / 1e7
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        convolution = problem.conv_flops / device.fp32_flops * 1e3
+        return convolution + device.copy_milliseconds(2.0 * problem.minimal_bytes)
 
-    def compile(self, problem: Problem) -> Plan:
-        return CpuPlan(self.name, problem)
+    def compile(self, problem: ForwardProblem, device: Device) -> CpuPlan:
+        form = act_norm_act(problem.epilogue)
+        assert isinstance(form, ActNormAct)
+        return CpuPlan(self.name, problem, form)
 
 
-def register(registry: Registry) -> None:
-    registry.register(CpuGroupNorm())
+def kernels() -> list[Kernel]:
+    return [CpuGroupNorm()]

@@ -1,0 +1,181 @@
+"""What choosing a kernel depends on of a device: a record that may describe one that is not here."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from fusedconv import _C
+from fusedconv.precision import Precision
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as ``supports`` and ``cost`` see it; they touch no device themselves.
+
+    ``type`` is torch's ("cuda", "cpu", ...), ``index`` its ordinal; ``architecture`` is a CUDA
+    device's compute capability times ten, 0 elsewhere. ``shared_bytes`` is what one block may have,
+    ``clock_hertz`` the highest of the multiprocessors. Rates are per second: ``copy_bytes`` of a
+    large copy, reads and writes together, ``dram_bytes`` what the memory's pins give,
+    ``tf32_flops`` and ``fp16_flops`` of dense products on the tensor cores as the data sheet has
+    them (of the vector units where there are none), ``fp32_flops`` of the vector units.
+    ``launch_seconds`` is what one kernel costs where the device waits for the processor.
+    """
+
+    type: str
+    name: str
+    index: int = 0
+    architecture: int = 0
+    multiprocessors: int = 0
+    shared_bytes: int = 0
+    l2_bytes: int = 0
+    clock_hertz: float = 0.0
+    dram_bytes: float = 0.0
+    copy_bytes: float = 0.0
+    fp32_flops: float = 0.0
+    tf32_flops: float = 0.0
+    fp16_flops: float = 0.0
+    launch_seconds: float = 0.0
+
+    @property
+    def compiled(self) -> _C.Device:
+        """What the compiled kernels' configurations take."""
+        return _C.Device(
+            architecture=self.architecture,
+            multiprocessors=self.multiprocessors,
+            shared_bytes=self.shared_bytes,
+            l2_bytes=self.l2_bytes,
+            dram_bytes_per_second=self.dram_bytes,
+        )
+
+    def tensor_flops(self, precision: Precision) -> float:
+        """Dense products a second in the data sheet's terms: three of TF32 make one of fp32."""
+        if precision in ("fp16", "bf16"):
+            return self.fp16_flops
+        return self.tf32_flops if precision == "tf32" else self.tf32_flops / 3
+
+    def copy_milliseconds(self, num_bytes: float) -> float:
+        """A pass over memory that moves so many bytes, reads and writes together."""
+        return num_bytes / self.copy_bytes * 1e3
+
+    @property
+    def launch_milliseconds(self) -> float:
+        return self.launch_seconds * 1e3
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.architecture})" if self.architecture else self.name
+
+
+#: Products that a multiprocessor's tensor cores finish a clock, twice that in operations: 16-bit
+#: operands, by compute capability (the architectures' white papers). TF32 takes twice as long.
+_FLOPS_PER_CLOCK = {70: 1024, 75: 1024, 80: 2048, 86: 1024, 87: 1024, 89: 1024, 90: 4096}
+_NEWEST = 90
+
+#: Of a kernel launch, and of an operator call that a processor prepares.
+_LAUNCH_SECONDS = 4e-6
+
+#: The share of the memory's pins that a large copy reaches; measured on an H200.
+_COPY_SHARE = 0.895
+
+
+def cuda_device(
+    name: str,
+    architecture: int,
+    multiprocessors: int,
+    *,
+    clock_megahertz: float,
+    dram_gigabytes: float,
+    l2_megabytes: float,
+    shared_kibibytes: int,
+    index: int = 0,
+) -> Device:
+    """A CUDA device from what its data sheet says; rates follow from clock, width and memory."""
+    clock = clock_megahertz * 1e6
+    per_clock = _FLOPS_PER_CLOCK.get(architecture, _FLOPS_PER_CLOCK[_NEWEST])
+    fp16 = per_clock * multiprocessors * clock
+    fp32 = (128 if architecture in (86, 89, 90, 120) or architecture >= 100 else 64) * 2.0
+    return Device(
+        type="cuda",
+        name=name,
+        index=index,
+        architecture=architecture,
+        multiprocessors=multiprocessors,
+        shared_bytes=shared_kibibytes << 10,
+        l2_bytes=int(l2_megabytes * (1 << 20)),
+        clock_hertz=clock,
+        dram_bytes=dram_gigabytes * 1e9,
+        copy_bytes=dram_gigabytes * 1e9 * _COPY_SHARE,
+        fp32_flops=fp32 * multiprocessors * clock,
+        # Before 8.0 the vector units do what TF32 would.
+        tf32_flops=fp16 / 2 if architecture >= 80 else fp32 * multiprocessors * clock,
+        fp16_flops=fp16,
+        launch_seconds=_LAUNCH_SECONDS,
+    )
+
+
+#: A well-known device of each compute capability, for problems on devices that are not here.
+KNOWN: dict[int, Device] = {
+    device.architecture: device
+    for device in (
+        cuda_device("V100", 70, 80, clock_megahertz=1530, dram_gigabytes=900, l2_megabytes=6,
+                    shared_kibibytes=96),
+        cuda_device("T4", 75, 40, clock_megahertz=1590, dram_gigabytes=320, l2_megabytes=4,
+                    shared_kibibytes=64),
+        cuda_device("A100", 80, 108, clock_megahertz=1410, dram_gigabytes=2039, l2_megabytes=40,
+                    shared_kibibytes=163),
+        cuda_device("RTX 3090", 86, 82, clock_megahertz=1695, dram_gigabytes=936, l2_megabytes=6,
+                    shared_kibibytes=99),
+        cuda_device("RTX 4090", 89, 128, clock_megahertz=2520, dram_gigabytes=1008,
+                    l2_megabytes=72, shared_kibibytes=99),
+        cuda_device("H200", 90, 132, clock_megahertz=1830, dram_gigabytes=4800, l2_megabytes=60,
+                    shared_kibibytes=227),
+        cuda_device("B200", 100, 148, clock_megahertz=1965, dram_gigabytes=8000, l2_megabytes=126,
+                    shared_kibibytes=227),
+        cuda_device("RTX 5090", 120, 170, clock_megahertz=2407, dram_gigabytes=1792,
+                    l2_megabytes=96, shared_kibibytes=99),
+    )
+}  # fmt: skip
+
+#: A processor's rates are orders of magnitude: only their ratios decide, among what runs there.
+PROCESSOR = Device(
+    type="cpu", name="processor", copy_bytes=1e10, fp32_flops=1e11, tf32_flops=1e11, fp16_flops=1e11
+)
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    architecture = properties.major * 10 + properties.minor
+    likely = KNOWN.get(architecture, KNOWN[_NEWEST])
+    known = cuda_device(
+        properties.name,
+        architecture,
+        properties.multi_processor_count,
+        clock_megahertz=likely.clock_hertz / 1e6,
+        dram_gigabytes=likely.dram_bytes / 1e9,
+        l2_megabytes=properties.L2_cache_size / (1 << 20),
+        shared_kibibytes=likely.shared_bytes >> 10,
+        index=index,
+    )
+    if not _C.build["cuda"]:
+        return known
+    queried = _C.query_device(index)
+    return replace(
+        known,
+        shared_bytes=queried.shared_bytes,
+        l2_bytes=queried.l2_bytes,
+        dram_bytes=queried.dram_bytes_per_second,
+        copy_bytes=queried.dram_bytes_per_second * _COPY_SHARE,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def device_record(device: torch.device) -> Device:
+    """The record of one of torch's devices."""
+    if device.type == "cuda":
+        return _cuda_device(device.index or 0)
+    if device.type == "cpu":
+        return PROCESSOR
+    return replace(PROCESSOR, type=device.type, name=device.type, index=device.index or 0)

@@ -1,0 +1,73 @@
+"""What the providers of compiled kernels share: problems as ``fusedconv._C`` takes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fusedconv import _C
+from fusedconv.activations import COMPILED
+from fusedconv.precision import COMPILED_DTYPES, dtype_name
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.support import Support
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def supports_compiled(problem: ForwardProblem) -> Support:
+    """The conditions that every compiled kernel has in common: dtypes, stages, a size."""
+    if problem.dtype not in COMPILED_DTYPES:
+        known = "/".join(map(dtype_name, COMPILED_DTYPES))
+        return Support.no(f"dtype is {dtype_name(problem.dtype)}, not {known}")
+    form = act_norm_act(problem.epilogue)
+    if isinstance(form, Support):
+        return form
+    for activation in (form.before, form.after):
+        if activation not in COMPILED:
+            return Support.no(f"no fused kernel has the activation {activation}")
+    norm = form.norm
+    if norm is not None and norm.affine_dtype not in (None, *COMPILED_DTYPES):
+        assert norm.affine_dtype is not None
+        return Support.no(f"affine dtype is {dtype_name(norm.affine_dtype)}")
+    if problem.input_elements == 0 or problem.output_elements == 0:
+        return Support.no("the input is empty")
+    return Support.yes()
+
+
+def group_norm_problem(
+    problem: ForwardProblem,
+    form: ActNormAct,
+    *,
+    input_layout: str,
+    output_layout: str,
+    batch: int = 0,
+    row_channels: int = 0,
+    dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> _C.GroupNormProblem:
+    """The part of a problem behind its convolution, over a tensor of the given layout.
+
+    ``batch`` 0 leaves it to the program; ``row_channels`` is how many channels a channels-last pixel
+    of the input has, 0 for the problem's. Dtypes are the problem's where they are not given.
+    """
+    norm = form.norm
+    channels = problem.output_channels
+    return _C.GroupNormProblem(
+        batch=batch,
+        channels=channels,
+        pixels=math.prod(problem.output_spatial),
+        groups=norm.groups(channels) if norm else 1,
+        eps=norm.eps if norm else 0.0,
+        input_layout=_C.Layout[input_layout],
+        output_layout=_C.Layout[output_layout],
+        dtype=COMPILED_DTYPES[dtype or problem.dtype],
+        output_dtype=COMPILED_DTYPES[output_dtype or problem.output_dtype],
+        affine_dtype=COMPILED_DTYPES[(norm.affine_dtype if norm else None) or torch.float32],
+        activation_before=COMPILED[form.before],
+        activation_after=COMPILED[form.after],
+        row_channels=row_channels,
+    )

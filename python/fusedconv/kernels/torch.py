@@ -1,0 +1,274 @@
+"""The reference provider: torch's own operators. Serves everything torch serves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fusedconv.device import Device
+from fusedconv.plan import (
+    BackwardKernel,
+    BackwardPlan,
+    BackwardTensors,
+    ForwardKernel,
+    ForwardPlan,
+    Gradients,
+    Kernel,
+    Outputs,
+)
+from fusedconv.problem import (
+    Activation,
+    BackwardProblem,
+    Bias,
+    ConvTransposeGeometry,
+    ForwardProblem,
+    Norm,
+    Residual,
+)
+from fusedconv.reference import (
+    compose,
+    convolution_gradients,
+    epilogue_gradients,
+    precision_scope,
+)
+from fusedconv.support import Support
+
+# ---- what torch's operators cost -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """Time of a vendor's operator: ``start`` launches, ``flops`` times its products at the tensor
+    cores' full rate, ``passes`` times its input and output at copy rate."""
+
+    start: float
+    flops: float
+    passes: float
+
+    def milliseconds(
+        self, device: Device, precision: str, num_flops: float, num_bytes: float
+    ) -> float:
+        products = num_flops / device.tensor_flops(precision) * 1e3  # type: ignore[arg-type]
+        # A caller's thread prepares an operator for about as long as three launches take.
+        return (
+            (self.start + 3) * device.launch_milliseconds
+            + self.flops * products
+            + self.passes * device.copy_milliseconds(num_bytes)
+        )
+
+
+#: Fitted by ``benchmarks/cost_model.py`` to operators measured on 120 problems: by gradient or
+#: forward pass, strict fp32 or a precision of the tensor cores, two spatial axes or three.
+CONVOLUTION_COSTS: dict[tuple[str, bool, int], OperatorCost] = {
+    ("forward", False, 2): OperatorCost(3.7, 1.57, 5.75),
+    ("forward", False, 3): OperatorCost(5.3, 7.33, 4.29),
+    ("forward", True, 2): OperatorCost(4.1, 5.77, 10.9),
+    ("forward", True, 3): OperatorCost(5.2, 4.89, 43.4),
+    ("input", False, 2): OperatorCost(3.1, 2.70, 2.69),
+    ("input", False, 3): OperatorCost(4.5, 8.47, 0.41),
+    ("input", True, 2): OperatorCost(3.7, 7.91, 0.54),
+    ("input", True, 3): OperatorCost(5.6, 7.78, 0.0),
+    ("weight", False, 2): OperatorCost(3.6, 3.27, 5.40),
+    ("weight", False, 3): OperatorCost(4.0, 10.5, 3.88),
+    ("weight", True, 2): OperatorCost(4.4, 1.29, 22.5),
+    ("weight", True, 3): OperatorCost(3.9, 0.0, 163.0),
+}
+#: Of one read of a tensor, by operator and layout; a normalisation of few groups has a second term,
+#: as each group is one block's.
+BIAS_COST = OperatorCost(1.3, 0.0, 4.0)
+ACTIVATION_COST = OperatorCost(0.45, 0.0, 1.95)
+NORM_COSTS = {"nchw": OperatorCost(1.5, 0.0, 4.53), "nhwc": OperatorCost(2.0, 0.0, 16.0)}
+NORM_FEW_GROUPS = 4.5
+NORM_BACKWARD_COSTS = {"nchw": OperatorCost(2.3, 0.0, 8.8), "nhwc": OperatorCost(3.4, 0.0, 26.0)}
+
+
+def _processor_milliseconds(device: Device, flops: float, passes: float, num_bytes: float) -> float:
+    return flops / device.fp32_flops * 1e3 + device.copy_milliseconds(passes * num_bytes)
+
+
+def _convolution_milliseconds(what: str, problem: ForwardProblem, device: Device) -> float:
+    key = (what, problem.precision in ("fp32", "fp64"), max(2, len(problem.spatial)))
+    size = problem.dtype.itemsize
+    moved = (problem.input_elements + problem.output_elements) * size
+    return CONVOLUTION_COSTS[key].milliseconds(device, problem.precision, problem.conv_flops, moved)
+
+
+def _forward_milliseconds(problem: ForwardProblem, device: Device) -> float:
+    """What eager costs: the vendor's convolution and one operator a stage."""
+    if device.type != "cuda":
+        stages = len([stage for stage in problem.epilogue if not isinstance(stage, Bias)])
+        passes = 2.0 + stages + (problem.norm is not None)
+        return _processor_milliseconds(device, problem.conv_flops, passes, problem.minimal_bytes)
+    read = problem.output_elements * problem.dtype.itemsize
+    total = 0.0 if problem.conv is None else _convolution_milliseconds("forward", problem, device)
+    for stage in problem.epilogue:
+        match stage:
+            case Activation():
+                total += ACTIVATION_COST.milliseconds(device, problem.precision, 0, read)
+            case Residual():
+                total += ACTIVATION_COST.milliseconds(device, problem.precision, 0, 1.5 * read)
+            case Norm():
+                cost = NORM_COSTS[problem.output_layout]
+                total += cost.milliseconds(device, problem.precision, 0, read)
+                blocks = problem.batch * max(1, stage.groups(problem.output_channels))
+                busy = min(1.0, blocks / max(1, device.multiprocessors))
+                total += NORM_FEW_GROUPS * device.copy_milliseconds(read) / max(busy, 1e-3)
+    return total
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def _operator(conv: ConvTransposeGeometry) -> str:
+    return f"torch.conv_transpose{len(conv.kernel_size)}d"
+
+
+def _stage_step(stage: Activation | Norm | Residual) -> str:
+    match stage:
+        case Residual():
+            return "torch add residual"
+        case Norm(kind="affine"):
+            return "torch affine map of channels"
+        case Norm(kind="layer"):
+            return "torch.layer_norm over channels"
+        case Norm():
+            return "torch.group_norm"
+    return f"torch {stage.name}"
+
+
+class TorchPlan(ForwardPlan):
+    kernel = "torch"
+    is_reference = True
+
+    def __init__(self, problem: ForwardProblem) -> None:
+        self.problem = problem
+        steps = []
+        if problem.conv is not None:
+            steps.append(f"{_operator(problem.conv)} (vendor library)")
+        steps += [_stage_step(stage) for stage in problem.epilogue if not isinstance(stage, Bias)]
+        self.steps = tuple(steps)
+
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        with precision_scope(self.problem.precision):
+            return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
+
+
+class TorchForward(ForwardKernel):
+    name = "torch"
+    provider = "torch"
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        return Support.yes()
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return _forward_milliseconds(problem, device)
+
+    def compile(self, problem: ForwardProblem, device: Device) -> TorchPlan:
+        return TorchPlan(problem)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+class TorchEpiloguePlan(BackwardPlan):
+    kernel = "torch_epilogue_backward"
+    is_reference = True
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self.problem = problem
+        stages = [stage for stage in problem.forward.epilogue if not isinstance(stage, Bias)]
+        self.steps = tuple(f"gradient of {_stage_step(stage)}" for stage in reversed(stages))
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        return epilogue_gradients(self.problem, tensors)
+
+
+class TorchEpilogueBackward(BackwardKernel):
+    name = "torch_epilogue_backward"
+    provider = "torch"
+    computes = frozenset({"epilogue"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        return Support.yes()
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        read = forward.output_elements * forward.dtype.itemsize
+        stages = [stage for stage in forward.epilogue if not isinstance(stage, Bias)]
+        if device.type != "cuda":
+            passes = 3.0 * len(stages) + 3.0 * (forward.norm is not None)
+            return _processor_milliseconds(device, 0.0, passes, read)
+        # In 16 bits everything is widened first.
+        wide = 2.0 if forward.dtype.itemsize == 2 else 1.0
+        total = 0.0
+        for stage in stages:
+            cost = ACTIVATION_COST
+            if isinstance(stage, Norm):
+                cost = NORM_BACKWARD_COSTS[forward.output_layout]
+            # An activation is computed anew and differentiated: twice what it takes forward.
+            times = 1.0 if isinstance(stage, Norm) else 2.0
+            total += cost.milliseconds(device, forward.precision, 0, times * wide * read)
+        return total
+
+    def compile(self, problem: BackwardProblem, device: Device) -> TorchEpiloguePlan:
+        return TorchEpiloguePlan(problem)
+
+
+class TorchConvolutionPlan(BackwardPlan):
+    kernel = "torch_convolution_backward"
+    is_reference = True
+
+    def __init__(self, problem: BackwardProblem) -> None:
+        self.problem = problem
+        assert problem.forward.conv is not None
+        asked = [name for name in ("input", "weight", "bias") if name in problem.gradients]
+        self.steps = (
+            f"torch.ops.aten.convolution_backward for {', '.join(asked)} (vendor library)",
+        )
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        return convolution_gradients(self.problem, tensors)
+
+
+class TorchConvolutionBackward(BackwardKernel):
+    name = "torch_convolution_backward"
+    provider = "torch"
+    computes = frozenset({"input", "weight", "bias"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        return Support.yes()
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        if device.type != "cuda":
+            return _processor_milliseconds(
+                device,
+                problem.conv_flops,
+                float(len(problem.gradients)),
+                forward.minimal_bytes,
+            )
+        total = 0.0
+        for gradient in ("input", "weight"):
+            if gradient in problem.gradients:
+                total += _convolution_milliseconds(gradient, forward, device)
+        if "bias" in problem.gradients:
+            size = forward.dtype.itemsize * math.prod(forward.output_shape)
+            total += BIAS_COST.milliseconds(device, forward.precision, 0, size)
+        return total
+
+    def compile(self, problem: BackwardProblem, device: Device) -> TorchConvolutionPlan:
+        return TorchConvolutionPlan(problem)
+
+
+def kernels() -> list[Kernel]:
+    return [TorchForward(), TorchEpilogueBackward(), TorchConvolutionBackward()]

@@ -1,0 +1,73 @@
+"""Dense layouts of [N, C, *spatial] tensors: channels first ("nchw") and channels last ("nhwc")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["nchw", "nhwc", "strided"]
+
+
+def _order(axes: int, layout: str) -> list[int]:
+    """The axes from the one that lies closest together outwards."""
+    if layout == "nhwc":
+        return [1, *range(axes - 1, 1, -1), 0]
+    return list(range(axes - 1, -1, -1))
+
+
+def dense_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:
+    """Strides of a dense tensor in elements."""
+    strides = [0] * len(shape)
+    expected = 1
+    for axis in _order(len(shape), layout):
+        strides[axis] = expected
+        expected *= shape[axis]
+    return tuple(strides)
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
+    """Which dense layout the strides are, "strided" for any other; axes of extent 1 do not matter,
+    and what is both is "nchw"."""
+    layouts: tuple[Layout, Layout] = ("nchw", "nhwc")
+    for layout in layouts:
+        expected = 1
+        for axis in _order(len(shape), layout):
+            if shape[axis] != 1:
+                if strides[axis] != expected:
+                    break
+                expected *= shape[axis]
+        else:
+            return layout
+    return "strided"
+
+
+def result_layout(layout: str) -> Layout:
+    """The dense layout of what is computed from a tensor: channels last where that is."""
+    return "nhwc" if layout == "nhwc" else "nchw"
+
+
+def result_layout_of(tensor: Tensor) -> Layout:
+    """``result_layout`` of a tensor's own."""
+    return result_layout(layout_of(tensor.shape, tensor.stride()))
+
+
+def empty(like: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype) -> Tensor:
+    """An uninitialised dense tensor on the device of ``like``; extents may be symbolic."""
+    axes = len(shape)
+    if layout != "nhwc":
+        return like.new_empty(shape, dtype=dtype)
+    physical = [shape[0], *shape[2:], shape[1]]
+    return like.new_empty(physical, dtype=dtype).permute(0, axes - 1, *range(1, axes - 1))
+
+
+def dense(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor in a dense layout; a copy only where it is not."""
+    if layout != "nhwc":
+        return tensor.contiguous()
+    axes = tensor.dim()
+    order = [0, *range(2, axes), 1]
+    back = [0, axes - 1, *range(1, axes - 1)]
+    return tensor.permute(order).contiguous().permute(back)

@@ -1,0 +1,330 @@
+"""Every problem in torch's own operators: what kernels are held against, and what serves the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusedconv.activations import activate, activation_gradient
+from fusedconv.layout import dense
+from fusedconv.plan import BackwardTensors, Gradients, Outputs
+from fusedconv.precision import conv_fp32_precision
+from fusedconv.problem import (
+    ActNormAct,
+    Activation,
+    BackwardProblem,
+    Bias,
+    ConvTransposeGeometry,
+    ForwardProblem,
+    Norm,
+    Residual,
+    act_norm_act,
+)
+
+_CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def conv_transpose(
+    conv: ConvTransposeGeometry, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """torch's transposed convolution of one, two or three spatial axes."""
+    result: Tensor = _CONV[len(conv.kernel_size)](
+        input,
+        weight,
+        bias,
+        conv.stride,
+        conv.padding,
+        conv.output_padding,
+        conv.groups,
+        conv.dilation,
+    )
+    return result
+
+
+@contextmanager
+def precision_scope(precision: str) -> Iterator[None]:
+    """torch's switch for fp32 convolutions set to "tf32" or "fp32" for the scope."""
+    if precision not in ("tf32", "fp32") or conv_fp32_precision() == precision:
+        yield
+        return
+    setter = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if setter is None:
+        previous = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.allow_tf32 = previous
+        return
+    setting = torch._C._get_fp32_precision_getter("cuda", "conv")
+    setter("cuda", "conv", "tf32" if precision == "tf32" else "ieee")
+    try:
+        yield
+    finally:
+        setter("cuda", "conv", setting)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Of means and deviations, and of what is computed between roundings: float32 or wider."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+def compose(
+    problem: ForwardProblem,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    residual: Tensor | None = None,
+) -> Outputs:
+    """The problem in torch's operators, which autograd and torch.func follow by themselves."""
+    x = input
+    conv_output = None
+    if problem.conv is not None:
+        assert weight is not None
+        x = conv_output = conv_transpose(problem.conv, x, weight, bias)
+    x, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
+    return Outputs(
+        dense(x, problem.output_layout), conv_output if problem.save else None, mean, rstd
+    )
+
+
+def _epilogue(
+    problem: ForwardProblem,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The stages behind the convolution with its bias; mean and rstd where they are saved."""
+    mean = rstd = None
+    for stage in problem.epilogue:
+        match stage:
+            case Bias():
+                pass  # the convolution's
+            case Residual():
+                assert residual is not None
+                x = x + residual
+            case Activation():
+                x = activate(x, stage.name)
+            case Norm():
+                x = x.to(problem.output_dtype)
+                if x.device.type == "cpu" and torch.is_grad_enabled():
+                    # torch's gradient for channels last on processors writes the input's gradient
+                    # even where none is asked for, through a null pointer.
+                    x = x.contiguous()
+                weight, shift = affine(x, norm_weight, norm_bias)
+                groups = stage.groups(problem.output_channels)
+                if problem.save and groups:
+                    x, mean, rstd = _group_norm_with_statistics(
+                        groups, stage.eps, x, weight, shift
+                    )
+                else:
+                    x = _normalized(stage, x, groups, weight, shift)
+    return x.to(problem.output_dtype), mean, rstd
+
+
+def _normalized(
+    norm: Norm, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    if groups:
+        # Not torch.nn.functional's, which refuses single values that a group may consist of.
+        return torch.group_norm(x, groups, weight, bias, norm.eps)
+    if norm.kind == "layer":
+        last = x.movedim(1, -1)
+        return F.layer_norm(last, last.shape[-1:], weight, bias, norm.eps).movedim(-1, 1)
+    per_channel = (1, x.shape[1], *(1,) * (x.dim() - 2))
+    wide = x.to(statistics_dtype(x))
+    if weight is not None:
+        wide = wide * weight.reshape(per_channel)
+    if bias is not None:
+        wide = wide + bias.reshape(per_channel)
+    return wide.to(x.dtype)
+
+
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias as torch's GroupNorm of ``x`` takes them: of its dtype, or of float32 where
+    it has 16 bits; and no bias without a weight, which its gradient on processors refuses."""
+    given = weight if weight is not None else bias
+    if given is None:
+        return None, None
+    dtype = given.dtype
+    if dtype not in (x.dtype, torch.float32):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        weight = given.new_ones(given.shape)
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _group_norm_with_statistics(
+    groups: int, eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, channels, *spatial = x.shape
+    # torch's operator takes them for contiguous, whatever their strides.
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    output, mean, rstd = torch.ops.aten.native_group_norm(
+        x.contiguous(), weight, bias, batch, channels, math.prod(spatial), groups, eps
+    )
+    statistics = statistics_dtype(x)
+    return output, mean.to(statistics), rstd.to(statistics)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+def epilogue_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gradients:
+    """Gradients of the part "epilogue", in float32 where the tensors have 16 bits: a slope taken at
+    rounded values would be off by the rounding."""
+    form = act_norm_act(problem.forward.epilogue)
+    if not isinstance(form, ActNormAct):
+        return _epilogue_gradients_by_autograd(problem, tensors)
+    wanted = problem.gradients
+    norm_weight = norm_bias = None
+    if form.norm is None:
+        x = tensors.of_epilogue
+        grad = activation_gradient(tensors.grad_output.to(x.dtype), x, form.before)
+    else:
+        grad, norm_weight, norm_bias = _norm_gradients(
+            form,
+            problem.forward.output_channels,
+            tensors,
+            (
+                bool(wanted & {"conv_output", "input"}),
+                "norm_weight" in wanted,
+                "norm_bias" in wanted,
+            ),
+        )
+    return _of_epilogue(problem, grad, norm_weight, norm_bias)
+
+
+def _of_epilogue(
+    problem: BackwardProblem,
+    grad: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    residual: Tensor | None = None,
+) -> Gradients:
+    """``grad`` under the name of what the epilogue was computed from."""
+    found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias, residual=residual)
+    if problem.forward.conv is None:
+        return found._replace(input=grad)
+    return found._replace(conv_output=grad)
+
+
+def _norm_gradients(
+    form: ActNormAct, channels: int, tensors: BackwardTensors, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    norm = form.norm
+    assert norm is not None and tensors.mean is not None and tensors.rstd is not None
+    x = tensors.of_epilogue
+    wide = statistics_dtype(x)
+    batch = x.shape[0]
+    groups = norm.groups(channels)
+    pixels = x.numel() // max(1, batch * channels)
+    grad, x = tensors.grad_output.to(wide), x.to(wide)
+    mean, rstd = tensors.mean.to(wide), tensors.rstd.to(wide)
+    weight, bias = affine(x, tensors.norm_weight, tensors.norm_bias)
+    # torch's operator takes the weight for contiguous, whatever its stride.
+    weight = None if weight is None else weight.to(wide).contiguous()
+    # Contiguous: torch's kernel for channels last on processors writes the input's gradient even
+    # where none is asked for, through a null pointer.
+    activated = activate(x, form.before).contiguous()
+    if form.after != "identity":
+        flat = activated.reshape(batch, groups, channels // groups * pixels)
+        normed = ((flat - mean[..., None]) * rstd[..., None]).reshape(x.shape)
+        per_channel = (1, channels, *(1,) * (x.dim() - 2))
+        if weight is not None:
+            normed = normed * weight.reshape(per_channel)
+        if bias is not None:
+            normed = normed + bias.to(wide).reshape(per_channel)
+        grad = activation_gradient(grad, normed, form.after)
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
+        grad.contiguous(),
+        activated,
+        mean,
+        rstd,
+        weight,
+        batch,
+        channels,
+        pixels,
+        groups,
+        list(needs),
+    )
+    if grad_x is not None and grad_x.numel():
+        grad_x = activation_gradient(grad_x, x, form.before)
+    return grad_x, grad_weight, grad_bias
+
+
+def _epilogue_gradients_by_autograd(
+    problem: BackwardProblem, tensors: BackwardTensors
+) -> Gradients:
+    """Any stages: they are computed anew, and autograd follows them."""
+    x = tensors.of_epilogue
+    wide = statistics_dtype(x)
+
+    def leaf(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(wide).requires_grad_()
+
+    leaves = [leaf(t) for t in (x, tensors.norm_weight, tensors.norm_bias, tensors.residual)]
+    anew = _without_saving(problem.forward, wide)
+    with torch.enable_grad():
+        source, norm_weight, norm_bias, residual = leaves
+        assert source is not None
+        output = _epilogue(anew, source, norm_weight, norm_bias, residual)[0]
+        given = [t for t in leaves if t is not None]
+        found = iter(
+            torch.autograd.grad(output, given, tensors.grad_output.to(wide), allow_unused=True)
+        )
+    grad, *others = [None if t is None else next(found) for t in leaves]
+    return _of_epilogue(problem, grad, *others)
+
+
+def _without_saving(problem: ForwardProblem, dtype: torch.dtype) -> ForwardProblem:
+    return dataclasses.replace(problem, save=False, dtype=dtype, output_dtype=dtype)
+
+
+def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gradients:
+    """Gradients of the parts "input", "weight" and "bias", as far as they are asked for."""
+    conv = problem.forward.conv
+    grad, weight, dtype = tensors.of_convolution, tensors.weight, problem.forward.dtype
+    assert conv is not None and weight is not None
+    grad_bias = None
+    # Of what is not rounded yet the sum is taken here.
+    sums = "bias" in problem.gradients and grad.dtype != dtype
+    if sums:
+        grad_bias = grad.sum((0, *range(2, grad.dim())))
+    asked = [
+        "input" in problem.gradients,
+        "weight" in problem.gradients,
+        "bias" in problem.gradients and not sums,
+    ]
+    if not any(asked):
+        return Gradients(bias=grad_bias)
+    with precision_scope(problem.forward.precision):
+        grad_input, grad_weight, bias_sum = torch.ops.aten.convolution_backward(
+            grad.to(dtype),
+            tensors.input,
+            weight,
+            [conv.out_channels],
+            list(conv.stride),
+            list(conv.padding),
+            list(conv.dilation),
+            True,
+            list(conv.output_padding),
+            conv.groups,
+            asked,
+        )
+    return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias if sums else bias_sum)

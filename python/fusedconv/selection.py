@@ -1,0 +1,379 @@
+"""From a problem to its plan: forced by name, else tuned, else of the lowest cost; and the cache.
+
+A forward pass is one part and has one kernel. The parts of a backward pass are divided among
+kernels, each of which may take several, so that the sum of their costs is the least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, groupby
+from typing import Any, overload
+
+from torch import Tensor
+from torch.autograd import profiler
+
+from fusedconv.device import Device
+from fusedconv.errors import NoKernelError
+from fusedconv.plan import (
+    BackwardKernel,
+    BackwardPlan,
+    BackwardTensors,
+    Candidate,
+    ForwardKernel,
+    ForwardPlan,
+    Gradients,
+    JoinedPlan,
+    Kernel,
+    Outputs,
+    Plan,
+)
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
+from fusedconv.registry import FORCE_VARIABLE, Registry, registry
+
+logger = logging.getLogger("fusedconv")
+
+#: Entries of the plan cache, the least recently used out first. A call takes two: one under its
+#: arguments' metadata, one under its problem, which calls with other metadata may share. Entries
+#: of 0.6 to 8 KB were measured, so that the cache stays near 30 MB at most, whatever shapes come.
+CACHE_ENTRIES = 4096
+
+
+class Recent:
+    """At most ``capacity`` entries, the least recently used out first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Any:
+        entry = self._entries.get(key)
+        if entry is not None:
+            # Another thread may have put it out just now; the entry itself is still good.
+            with contextlib.suppress(KeyError):
+                self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: Hashable, entry: Any) -> None:
+        with self._lock:
+            self._entries[key] = entry
+            self._entries.move_to_end(key)
+            while len(self._entries) > self.capacity:
+                self._entries.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
+
+_plans = Recent(CACHE_ENTRIES)
+_logged = Recent(CACHE_ENTRIES)
+_tuned: dict[tuple[Problem, Device], tuple[str, ...]] = {}
+
+#: The plan of a call seen before, None otherwise.
+cached: Callable[[Hashable], Any] = _plans.get
+
+
+def clear_cache() -> None:
+    """Forgets every plan; the next call of each problem selects anew."""
+    _plans.clear()
+    _logged.clear()
+
+
+def log_once(key: Hashable, message: str, *arguments: object) -> None:
+    """Logs at INFO on the logger ``fusedconv`` unless the same key was logged lately."""
+    if _logged.get(key) is None:
+        _logged.put(key, True)
+        logger.info(message, *arguments)
+
+
+def forced_kernels() -> str | None:
+    """What FUSEDCONV_KERNEL restricts the choice to, None where it is unset or empty."""
+    return os.environ.get(FORCE_VARIABLE) or None
+
+
+def tune(problem: Problem, device: Device, kernels: Sequence[str] | None) -> None:
+    """Records which kernel was measured to be the fastest for each of the problem's parts, in their
+    order; None forgets it. The choice holds where FUSEDCONV_KERNEL is silent and the kernels serve
+    the problem. Raises ValueError where names and parts differ in number."""
+    if kernels is None:
+        _tuned.pop((problem, device), None)
+    elif len(kernels) != len(problem.parts):
+        raise ValueError(
+            f"kernels: got {tuple(kernels)}, expected a name for each of {problem.parts}"
+        )
+    else:
+        _tuned[problem, device] = tuple(kernels)
+    _plans.clear()
+
+
+# ---- choosing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel computes which parts of a problem, in the order in which they run.
+
+    ``by`` is what decided: "cost", "tuned", or the value of FUSEDCONV_KERNEL.
+    """
+
+    chosen: tuple[tuple[Problem, Candidate], ...]
+    by: str
+
+    @property
+    def cost(self) -> float:
+        return sum(candidate.cost or 0.0 for _, candidate in self.chosen)
+
+
+def _restricted(problem: Problem, parts: Sequence[str]) -> Problem:
+    return problem if isinstance(problem, ForwardProblem) else problem.part(parts)
+
+
+def _admissible(
+    found: list[Candidate], parts: Sequence[str], forced: str | None, known: Registry
+) -> list[Candidate]:
+    """The candidates that FUSEDCONV_KERNEL leaves. Names restrict a part of a pass only where one
+    of them computes it: a convolution's name says nothing of gradients that it does not have."""
+    if not forced:
+        return found
+    names = known.forced_names(forced)
+
+    def is_named(kernel: Kernel) -> bool:
+        return kernel.name in names or kernel.provider in names
+
+    if tuple(parts) != ("forward",):
+        able = {part for k in known.kernels() if is_named(k) for part in k.computes}
+        if not able & set(parts):
+            return found
+    return [candidate for candidate in found if is_named(candidate.kernel)]
+
+
+def _by_cost(problem: Problem, device: Device, forced: str | None, known: Registry) -> Choice:
+    """The cheapest division of the parts among admissible kernels."""
+    parts = problem.parts
+    best: dict[tuple[str, ...], tuple[float, tuple[tuple[Problem, Candidate], ...]]] = {(): (0, ())}
+    cheapest: dict[tuple[str, ...], tuple[Problem, Candidate]] = {}
+    refused: list[Candidate] = []
+    for count in range(1, len(parts) + 1):
+        for subset in combinations(parts, count):
+            piece = _restricted(problem, subset)
+            found = _admissible(known.candidates(piece, device), subset, forced, known)
+            if found and found[0].support:
+                cheapest[subset] = (piece, found[0])
+            elif count == 1:
+                refused += found
+    for end in range(1, len(parts) + 1):
+        for wanted in combinations(parts, end):
+            options = []
+            for count in range(1, end + 1):
+                # The first part is in some piece; the pieces are in the order of their first parts.
+                for more in combinations(wanted[1:], count - 1):
+                    subset = (wanted[0], *more)
+                    rest = tuple(part for part in wanted if part not in subset)
+                    if subset in cheapest and rest in best:
+                        piece, candidate = cheapest[subset]
+                        total, after = best[rest]
+                        assert candidate.cost is not None
+                        options.append((candidate.cost + total, ((piece, candidate), *after)))
+            if options:
+                best[wanted] = min(options, key=lambda option: option[0])
+    if parts not in best:
+        reasons = "\n".join(f"  {c.kernel.name}: {c.support.reason}" for c in refused)
+        scope = f" among {forced}" if forced else ""
+        raise NoKernelError(f"no kernel{scope} serves {problem} on {device}:\n{reasons}")
+    return Choice(best[parts][1], forced or "cost")
+
+
+def _by_tuning(problem: Problem, device: Device, known: Registry) -> Choice | None:
+    """What was measured, None where nothing was or a kernel does not serve the problem."""
+    names = _tuned.get((problem, device))
+    if names is None:
+        return None
+    chosen = []
+    for name, group in groupby(zip(names, problem.parts, strict=True), key=lambda pair: pair[0]):
+        piece = _restricted(problem, [part for _, part in group])
+        found = [c for c in known.candidates(piece, device) if c.kernel.name == name and c.support]
+        if not found:
+            return None
+        chosen.append((piece, found[0]))
+    return Choice(tuple(chosen), "tuned")
+
+
+def choose(
+    problem: Problem, device: Device, forced: str | None = None, known: Registry | None = None
+) -> Choice:
+    """Which kernels compute a problem: forced, else tuned, else of the lowest cost.
+
+    ``forced`` restricts the choice to the named kernels or providers, as FUSEDCONV_KERNEL does.
+    Raises NoKernelError with each candidate's reason where none is left.
+    """
+    known = registry() if known is None else known
+    if not forced:
+        tuned = _by_tuning(problem, device, known)
+        if tuned is not None:
+            return tuned
+    return _by_cost(problem, device, forced, known)
+
+
+def _compiled(choice: Choice, device: Device) -> list[Plan]:
+    """The plans of a choice's pieces."""
+    plans: list[Plan] = []
+    for piece, candidate in choice.chosen:
+        kernel = candidate.kernel
+        if isinstance(piece, ForwardProblem):
+            assert isinstance(kernel, ForwardKernel)
+            plans.append(kernel.compile(piece, device))
+        else:
+            assert isinstance(kernel, BackwardKernel)
+            plans.append(kernel.compile(piece, device))
+    return plans
+
+
+@overload
+def plan_for(
+    problem: ForwardProblem, device: Device, key: Hashable | None = None
+) -> ForwardPlan: ...
+
+
+@overload
+def plan_for(
+    problem: BackwardProblem, device: Device, key: Hashable | None = None
+) -> BackwardPlan: ...
+
+
+def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> Any:
+    """The plan of a problem, from the cache or chosen; cached under ``key`` too.
+
+    Raises NoKernelError where nothing admissible serves it. Logs once per problem, at INFO, where
+    the reference provider serves what a kernel of ours was asked for.
+    """
+    forced = forced_kernels()
+    own_key = (problem, device, forced)
+    plan = _plans.get(own_key)
+    if plan is None:
+        choice = choose(problem, device, forced)
+        plans = _compiled(choice, device)
+        plan = plans[0] if len(plans) == 1 else JoinedPlan(plans)
+        _plans.put(own_key, plan)
+        for (piece, _), part in zip(choice.chosen, plans, strict=True):
+            if part.is_reference:
+                why = _why_reference(piece, device)
+                log_once(
+                    (piece, device, forced), "%s serves %s on %s: %s", part.kernel, piece, device, why
+                )
+    if key is not None:
+        _plans.put(key, plan)
+    return plan
+
+
+def _why_reference(problem: Problem, device: Device) -> str:
+    candidates = registry().candidates(problem, device)
+    if len(candidates) == 1:
+        return "no other kernel computes that"
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        if not candidate.support:
+            reasons.setdefault(candidate.kernel.provider, candidate.support.reason)
+    return "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "cheapest"
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+def run(
+    plan: ForwardPlan,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+) -> Outputs:
+    """``plan.run`` under a range named after the kernel, where a profiler records."""
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(f"fusedconv::{plan.kernel}"):
+            return plan.run(input, weight, bias, norm_weight, norm_bias)
+    return plan.run(input, weight, bias, norm_weight, norm_bias)
+
+
+def run_backward(plan: BackwardPlan, tensors: BackwardTensors) -> Gradients:
+    """The same for a backward plan."""
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(f"fusedconv::{plan.kernel}"):
+            return plan.run(tensors)
+    return plan.run(tensors)
+
+
+# ---- explaining ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan was chosen; ``str()`` of it is what ``fusedconv.explain`` prints.
+
+    ``kernel`` and ``provider`` join the names where parts of a backward pass have several;
+    ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned" or the
+    value of FUSEDCONV_KERNEL.
+    """
+
+    problem: Problem
+    device: Device
+    kernel: str
+    provider: str
+    cost: float
+    steps: tuple[str, ...]
+    chosen: tuple[tuple[tuple[str, ...], Candidate], ...]
+    candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
+    chosen_by: str
+
+    def __str__(self) -> str:
+        how = {"cost": "", "tuned": ", tuned"}.get(self.chosen_by, f", forced by {self.chosen_by}")
+        lines = [f"{self.problem}, {self.device}"]
+        for parts, candidate in self.chosen:
+            label = "kernel" if parts == ("forward",) else f"kernel of {', '.join(parts)}"
+            lines.append(
+                f"  {label}: {candidate.kernel.name} (provider {candidate.kernel.provider}, "
+                f"estimated {candidate.cost:.4g} ms{how})"
+            )
+        lines += [f"    {number}. {step}" for number, step in enumerate(self.steps, 1)]
+        for part, candidates in self.candidates:
+            taken = {c.kernel.name for parts, c in self.chosen if part in parts}
+            others = [c for c in candidates if c.kernel.name not in taken]
+            if others:
+                lines.append("  not chosen" + ("" if part == "forward" else f" for {part}") + ":")
+            for candidate in others:
+                verdict = candidate.support.reason
+                if candidate.cost is not None:
+                    verdict = f"estimated {candidate.cost:.4g} ms"
+                lines.append(f"    {candidate.kernel.name}: {verdict}")
+        return "\n".join(lines)
+
+
+def explain_problem(problem: Problem, device: Device) -> Explanation:
+    """Which kernel serves a problem, its cost estimate, and why each other one does not."""
+    choice = choose(problem, device, forced_kernels())
+    kernels = [candidate.kernel for _, candidate in choice.chosen]
+    known = registry()
+    return Explanation(
+        problem=problem,
+        device=device,
+        kernel=" + ".join(kernel.name for kernel in kernels),
+        provider=" + ".join(dict.fromkeys(kernel.provider for kernel in kernels)),
+        cost=choice.cost,
+        steps=tuple(step for plan in _compiled(choice, device) for step in plan.steps),
+        chosen=tuple((piece.parts, candidate) for piece, candidate in choice.chosen),
+        candidates=tuple(
+            (part, tuple(known.candidates(_restricted(problem, (part,)), device)))
+            for part in problem.parts
+        ),
+        chosen_by=choice.by,
+    )

@@ -7,6 +7,7 @@ three systems, ``ConvTransposeActNorm{1,2,3}d`` and ``GroupNorm`` are the genera
 
 from fusedconv import functional, models
 from fusedconv._C import build
+from fusedconv.device import Device
 from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.explaining import explain
 from fusedconv.models.conv_transpose2d_gelu_group_norm import ModelNew
@@ -16,32 +17,60 @@ from fusedconv.modules import (
     ConvTransposeActNorm3d,
     GroupNorm,
 )
-from fusedconv.plan import Explanation, Outputs, Plan, clear_cache
-from fusedconv.problem import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv.plan import (
+    BackwardKernel,
+    BackwardPlan,
+    BackwardTensors,
+    Candidate,
+    ForwardKernel,
+    ForwardPlan,
+    Gradients,
+    Outputs,
+)
+from fusedconv.problem import (
+    Activation,
+    BackwardProblem,
+    Bias,
+    ConvTransposeGeometry,
+    ForwardProblem,
+    Norm,
+    Residual,
+)
 from fusedconv.recording import Composition
-from fusedconv.registry import Candidate, Kernel, Registry, Support
+from fusedconv.registry import Registry
+from fusedconv.selection import Explanation, clear_cache
+from fusedconv.support import Support
 
 __version__: str = build["version"]
 
 __all__ = [
+    "Activation",
+    "BackwardKernel",
+    "BackwardPlan",
+    "BackwardProblem",
+    "BackwardTensors",
+    "Bias",
     "Candidate",
     "Composition",
     "ConvTransposeActNorm1d",
     "ConvTransposeActNorm2d",
     "ConvTransposeActNorm3d",
     "ConvTransposeGeometry",
+    "Device",
     "Explanation",
+    "ForwardKernel",
+    "ForwardPlan",
+    "ForwardProblem",
+    "Gradients",
     "GroupNorm",
-    "Kernel",
     "KernelError",
     "ModelNew",
     "NoKernelError",
-    "NormGeometry",
+    "Norm",
     "Outputs",
-    "Plan",
     "PluginError",
-    "Problem",
     "Registry",
+    "Residual",
     "Support",
     "build",
     "clear_cache",

@@ -134,7 +134,7 @@ def announce(module: nn.Module, reason: str, steps: tuple[tuple[str, object], ..
             step if called is None else f"{step} ({type(called).__name__})"
             for step, called in steps
         )
-        record.note(Composition(name, reason, tuple(shown)))
+        record.note_composition(Composition(name, reason, tuple(shown)))
 
 
 @lru_cache(maxsize=256)

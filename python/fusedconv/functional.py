@@ -16,10 +16,13 @@ from torch.autograd import profiler
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
+from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.arguments import choice, finite, integer, integers, tensor
-from fusedconv.kernels import torch_reference
-from fusedconv.plan import run
-from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS
+from fusedconv.kernels.torch import TorchPlan
+from fusedconv.precision import PRECISIONS
+from fusedconv.problem import ORDERS
+from fusedconv.reference import compose, conv_transpose
+from fusedconv.selection import run
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -134,14 +137,30 @@ def conv_transpose_act_norm(
         bias = None if bias is None else _lowered(bias, low)
         if device != "cuda":
             return _composed_under_autocast(
-                input, weight, bias, *geometry, groups, name, order, num_groups, norm_weight,
-                norm_bias, eps,
-            )  # fmt: skip
+                ops.ConvCall(
+                    input,
+                    weight,
+                    bias,
+                    *geometry,
+                    groups,
+                    name,
+                    order,
+                    num_groups or 0,
+                    norm_weight,
+                    norm_bias,
+                    eps,
+                    None,
+                    None,
+                )  # fmt: skip
+            )
         output_dtype = torch.float32 if num_groups is not None else None
         if input.dtype != torch.float32:
             precision = None  # which speaks of float32
 
-    arguments = (
+    call = ops.ConvCall(
+        input,
+        weight,
+        bias,
         *geometry,
         groups,
         name,
@@ -156,22 +175,18 @@ def conv_transpose_act_norm(
     tensors = (input, weight, bias, norm_weight, norm_bias)
     save = ops.any_requires_grad(tensors)
     if _goes_direct(input, tensors):
-        plan = ops.conv_plan(input, weight, bias, *arguments, save)
-        if precision is None and isinstance(plan, torch_reference.TorchPlan):
+        plan = ops.conv_plan(call, save)
+        if precision is None and isinstance(plan, TorchPlan):
             # Plain torch, gradients included. An explicit precision must hold in the backward pass
             # too, which the operator sees to.
-            return torch_reference.compose(
-                plan.problem, input, weight, bias, norm_weight, norm_bias
-            ).output
+            return compose(plan.problem, *tensors).output
         if not save:
-            return run(plan, input, weight, bias, norm_weight, norm_bias).output
+            return run(plan, *tensors).output
     result: Tensor
     if _is_tracing():
-        result = torch.ops.fusedconv.conv_transpose_act_norm_traced(input, weight, bias, *arguments)
+        result = torch.ops.fusedconv.conv_transpose_act_norm_traced(*call)
     else:
-        result = torch.ops.fusedconv.conv_transpose_act_norm(input, weight, bias, *arguments, save)[
-            0
-        ]
+        result = torch.ops.fusedconv.conv_transpose_act_norm(*call, save)[0]
     return result
 
 
@@ -186,34 +201,18 @@ def _activation(activation: str | None) -> str:
     return choice("activation", activation, ACTIVATIONS, optional=True) or "identity"
 
 
-def _composed_under_autocast(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-    activation: str,
-    order: str,
-    num_groups: int | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-) -> Tensor:
+def _composed_under_autocast(call: ops.ConvCall) -> Tensor:
     """torch's operators, each cast as autocast on the processor casts it."""
-    conv, _ = ops.conv_geometries(
-        input, weight, bias, stride, padding, output_padding, dilation, groups, activation, order,
-        num_groups or 0, norm_weight, norm_bias, eps, None,
-    )  # fmt: skip
-    x = torch_reference.conv_transpose(conv, input, weight, bias)
-    if num_groups is None:
-        return torch_reference.activate(x, activation)
-    if order == "act_norm":
-        x = torch_reference.activate(x, activation)
-    x = torch.nn.functional.group_norm(x, num_groups, norm_weight, norm_bias, eps)
-    return torch_reference.activate(x, activation) if order == "norm_act" else x
+    conv, norm = call.geometries()
+    x = conv_transpose(conv, call.input, call.weight, call.bias)
+    if norm is None or call.order == "act_norm":
+        x = activate(x, call.activation)
+    if norm is None:
+        return x
+    x = torch.nn.functional.group_norm(
+        x, norm.num_groups, call.norm_weight, call.norm_bias, call.eps
+    )
+    return activate(x, call.activation) if call.order == "norm_act" else x
 
 
 def group_norm(
@@ -257,17 +256,14 @@ def group_norm(
     ):
         output_dtype = torch.float32
     save = ops.any_requires_grad(tensors)
+    call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
     if _goes_direct(input, tensors):
-        plan = ops.group_norm_plan(
-            input, num_groups, weight, bias, eps, name, order, output_dtype, save
-        )
-        if isinstance(plan, torch_reference.TorchPlan):
-            return torch_reference.compose(plan.problem, input, None, None, weight, bias).output
+        plan = ops.group_norm_plan(call, save)
+        if isinstance(plan, TorchPlan):
+            return compose(plan.problem, input, None, None, weight, bias).output
         if not save:
             return run(plan, input, None, None, weight, bias).output
-    outputs = torch.ops.fusedconv.group_norm(
-        input, num_groups, weight, bias, eps, name, order, output_dtype
-    )
+    outputs = torch.ops.fusedconv.group_norm(*call)
     result: Tensor = outputs[0]
     return result
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from fusedconv import validation
 from fusedconv.arguments import integers
-from fusedconv.problem import Problem, layout_of, resolve_precision
-
-#: Multiprocessors of a well-known device by compute capability times ten: V100, T4, A100, RTX 3090,
-#: RTX 4090, H200, B200, RTX 5090.
-MULTIPROCESSORS = {70: 80, 75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}
+from fusedconv.layout import layout_of
+from fusedconv.precision import resolve_precision
+from fusedconv.problem import ForwardProblem, epilogue
 
 
 def _empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -31,7 +29,6 @@ def _empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def problem(
     *,
     device: str,
-    architecture: int,
     dtype: torch.dtype,
     precision: str | None,
     layout: str,
@@ -50,11 +47,11 @@ def problem(
     eps: float = 1e-5,
     activation: str = "identity",
     order: str = "act_norm",
-) -> Problem:
+    save: bool = False,
+) -> ForwardProblem:
     """The problem of ``fusedconv.functional``'s call with these arguments and dense tensors.
 
-    ``device`` is "cuda" or "cpu", ``architecture`` a key of MULTIPROCESSORS, ``layout`` "nchw" or
-    "nhwc". ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
+    ``device`` is "cuda" or "cpu", ``layout`` "nchw" or "nhwc". ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
     which has weight and bias of the input's dtype.
 
     Raises ValueError or TypeError as the call does: ``name: got ..., expected ...``.
@@ -92,12 +89,7 @@ def problem(
         norm = validation.norm_geometry(
             input, features, num_groups, affine, affine, eps, ("weight", "bias")
         )
-    cuda = device == "cuda"
-    return Problem(
-        device=device,
-        device_index=0,
-        architecture=architecture if cuda else 0,
-        multiprocessors=MULTIPROCESSORS[architecture] if cuda else 0,
+    return ForwardProblem(
         dtype=dtype,
         output_dtype=dtype,
         precision=resolve_precision(dtype, device, precision),
@@ -106,8 +98,7 @@ def problem(
         batch=batch,
         channels=channels,
         spatial=tuple(spatial),
-        activation=activation,
-        order="act_norm" if order == "act_norm" else "norm_act",
         conv=conv,
-        norm=norm,
+        epilogue=epilogue(conv is not None and bias, activation, order, norm),
+        save=save,
     )

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
+from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.composing import announce, departure
-from fusedconv.kernels.torch_reference import activate
-from fusedconv.problem import ACTIVATIONS, ORDERS, PRECISIONS, resolve_precision
+from fusedconv.precision import PRECISIONS, resolve_precision
+from fusedconv.problem import ORDERS
 from fusedconv.scripting import is_scripting
 
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from fusedconv.device import Device
 from fusedconv.problem import Problem
+
+Call = tuple[Problem, Device]
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,37 @@ class _Record(threading.local):
 
     def __init__(self) -> None:
         self.active = False
-        self._calls: list[Problem | Composition] = []
+        self._calls: list[Call | Composition] = []
 
-    def note(self, call: Problem | Composition) -> None:
+    def note(self, problem: Problem, device: Device) -> None:
         if self.active:
-            self._calls.append(call)
+            self._calls.append((problem, device))
+
+    def note_composition(self, composition: Composition) -> None:
+        if self.active:
+            self._calls.append(composition)
+
+    def current(self) -> list[Call | Composition] | None:
+        """What this thread records into, None where it does not; for ``attached``."""
+        return self._calls if self.active else None
 
     @contextmanager
-    def recording(self) -> Iterator[list[Problem | Composition]]:
-        """Gives what is noted inside, in the order of the calls. A recording around this one goes
-        on after it."""
+    def attached(self, calls: list[Call | Composition] | None) -> Iterator[None]:
+        """Notes into another thread's recording: autograd's backward passes run in its own."""
         outer = self.active, self._calls
-        self.active, self._calls = True, []
+        self.active, self._calls = calls is not None, [] if calls is None else calls
         try:
-            yield self._calls
+            yield
         finally:
             self.active, self._calls = outer
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Call | Composition]]:
+        """Gives what is noted inside, in the order of the calls. A recording around this one goes
+        on after it."""
+        calls: list[Call | Composition] = []
+        with self.attached(calls):
+            yield calls
 
 
 record = _Record()

@@ -16,8 +16,8 @@ from fusedconv.layout import dense
 from fusedconv.plan import BackwardTensors, Gradients, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import (
-    ActNormAct,
     Activation,
+    ActNormAct,
     BackwardProblem,
     Bias,
     ConvTransposeGeometry,
@@ -126,9 +126,7 @@ def _epilogue(
                 weight, shift = affine(x, norm_weight, norm_bias)
                 groups = stage.groups(problem.output_channels)
                 if problem.save and groups:
-                    x, mean, rstd = _group_norm_with_statistics(
-                        groups, stage.eps, x, weight, shift
-                    )
+                    x, mean, rstd = _group_norm_with_statistics(groups, stage.eps, x, weight, shift)
                 else:
                     x = _normalized(stage, x, groups, weight, shift)
     return x.to(problem.output_dtype), mean, rstd

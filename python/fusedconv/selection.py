@@ -269,7 +269,12 @@ def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> A
             if part.is_reference:
                 why = _why_reference(piece, device)
                 log_once(
-                    (piece, device, forced), "%s serves %s on %s: %s", part.kernel, piece, device, why
+                    (piece, device, forced),
+                    "%s serves %s on %s: %s",
+                    part.kernel,
+                    piece,
+                    device,
+                    why,
                 )
     if key is not None:
         _plans.put(key, plan)

@@ -10,17 +10,13 @@ import math
 import torch
 from torch import Tensor
 
+from fusedconv.activations import ACTIVATIONS
 from fusedconv.arguments import choice, finite, integers
-from fusedconv.problem import (
-    ACTIVATIONS,
-    DTYPE_CODES,
-    ORDERS,
-    ConvTransposeGeometry,
-    NormGeometry,
-)
+from fusedconv.precision import COMPILED_DTYPES
+from fusedconv.problem import ORDERS, ConvTransposeGeometry, Norm
 
 #: What kernels or torch's operators serve.
-_DTYPES = (*DTYPE_CODES, torch.float64)
+_DTYPES = (*COMPILED_DTYPES, torch.float64)
 
 
 def _check_strided(name: str, tensor: Tensor) -> None:
@@ -64,14 +60,14 @@ def norm_geometry(
     bias: Tensor | None,
     eps: float,
     names: tuple[str, str],
-) -> NormGeometry:
+) -> Norm:
     """GroupNorm's part of a problem; ``names`` are what messages call weight and bias."""
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"num_groups: got {num_groups}, expected a positive divisor of {channels} channels"
         )
     eps = finite("eps", eps)
-    allowed = {input.dtype} if input.dtype == torch.float64 else set(DTYPE_CODES)
+    allowed = {input.dtype} if input.dtype == torch.float64 else set(COMPILED_DTYPES)
     for name, tensor in zip(names, (weight, bias), strict=True):
         _check_tensor(name, tensor, input, (channels,))
         if tensor is not None and tensor.dtype not in allowed:
@@ -84,8 +80,13 @@ def norm_geometry(
             f"{names[1]}: got dtype {bias.dtype}, expected {weight.dtype} as {names[0]}'s"
         )
     dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
-    return NormGeometry(
-        num_groups, eps, weight is not None, bias is not None, dtypes[0] if dtypes else None
+    return Norm(
+        "group",
+        num_groups,
+        eps,
+        weight is not None,
+        bias is not None,
+        dtypes[0] if dtypes else None,
     )
 
 
@@ -156,7 +157,6 @@ def conv_geometry(
         output_padding=output_padding,
         dilation=dilation,
         groups=groups,
-        bias=bias is not None,
         weight_strides=tuple(weight.stride()),
     )
     _check_tensor("bias", bias, input, (geometry.out_channels,))

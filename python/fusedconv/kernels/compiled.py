@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
+from fusedconv.lowering import Phase
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 from fusedconv.support import Support
@@ -36,6 +37,19 @@ def supports_compiled(problem: ForwardProblem) -> Support:
     if problem.input_elements == 0 or problem.output_elements == 0:
         return Support.no("the input is empty")
     return Support.yes()
+
+
+def conv_problem(phase: Phase, channels: int, output_channels: int) -> _C.ConvProblem:
+    """The forward convolution that a transposed one lowers to, for any batch size."""
+    return _C.ConvProblem(
+        c=channels,
+        k=output_channels,
+        input=phase.input,
+        output=phase.output,
+        taps=phase.taps,
+        lower_padding=phase.lower_padding,
+        dilation=phase.dilation,
+    )
 
 
 def group_norm_problem(

@@ -6,13 +6,14 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 
 from fusedconv.ops import conv_transpose, flops, group_norm
 from fusedconv.ops.common import any_requires_grad, is_transformed
-from fusedconv.ops.planning import conv_geometries, conv_plan, group_norm_plan
+from fusedconv.ops.planning import ConvCall, NormCall, conv_plan, group_norm_plan
 
 flops.register()
 
 __all__ = [
+    "ConvCall",
+    "NormCall",
     "any_requires_grad",
-    "conv_geometries",
     "conv_plan",
     "conv_transpose",
     "flops",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +13,19 @@ from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
-from fusedconv.kernels import torch_reference
-from fusedconv.kernels.torch_reference import output_layout, statistics_dtype
-from fusedconv.plan import Outputs, log_once
-from fusedconv.problem import Problem, conv_fp32_precision
+from fusedconv.layout import dense, result_layout_of
+from fusedconv.plan import Outputs
+from fusedconv.precision import conv_fp32_precision
+from fusedconv.problem import ForwardProblem
+from fusedconv.recording import Call, Composition, record
+from fusedconv.reference import compose, statistics_dtype
+from fusedconv.selection import log_once
 
 #: Holds the registrations that torch.library has no function for.
 LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
 
 #: Input, weight, bias, norm_weight, norm_bias.
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def empty(input: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype) -> Tensor:
-    axes = len(shape)
-    if layout != "nhwc":
-        return input.new_empty(shape, dtype=dtype)
-    physical = [shape[0], *shape[2:], shape[1]]
-    return input.new_empty(physical, dtype=dtype).permute(0, axes - 1, *range(1, axes - 1))
 
 
 def promised(
@@ -41,18 +38,18 @@ def promised(
     """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed."""
     if not needed or result is None or like is None:
         return input.new_empty((0,))
-    return torch_reference.dense(result, layout).to(like.dtype)
+    return dense(result, layout).to(like.dtype)
 
 
 def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A plan's outputs as an operator returns them: dense, none sharing memory, empty for None."""
     output, conv_output, mean, rstd = outputs
-    layout = output_layout(input)
-    output = torch_reference.dense(output, layout)
+    layout = result_layout_of(input)
+    output = dense(output, layout)
     if conv_output is None:
         conv_output = input.new_empty((0,))
     else:
-        conv_output = torch_reference.dense(conv_output, layout)
+        conv_output = dense(conv_output, layout)
         if output is conv_output or output._is_view() or conv_output._is_view():
             output = output.clone()
     statistics = statistics_dtype(input)
@@ -105,14 +102,16 @@ def differentiates_gradients(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or _has_tangent((grad,))
 
 
-def composed(name: str, problem: Problem, requested: str | None, tensors: Tensors) -> Outputs:
+def composed(
+    name: str, problem: ForwardProblem, device: str, requested: str | None, tensors: Tensors
+) -> Outputs:
     """The problem in torch's operators, for derivatives beyond the first and in forward mode.
 
     Raises NotImplementedError where an explicit precision differs from torch's switch, which is
     what the derivatives would follow.
     """
     switch = conv_fp32_precision()
-    is_float32_on_cuda = problem.device == "cuda" and problem.dtype == torch.float32
+    is_float32_on_cuda = device == "cuda" and problem.dtype == torch.float32
     if is_float32_on_cuda and requested not in (None, switch):
         raise NotImplementedError(
             f"precision: got {requested!r} under a torch.func transform, forward-mode or second "
@@ -123,7 +122,7 @@ def composed(name: str, problem: Problem, requested: str | None, tensors: Tensor
         "%s: torch's operators serve torch.func transforms, forward-mode and second derivatives",
         name,
     )
-    outputs = torch_reference.compose(problem, *tensors)
+    outputs = compose(problem, *tensors)
     return Outputs(outputs.output, *(t if t is None else t.detach() for t in outputs[1:]))
 
 
@@ -153,14 +152,20 @@ def gradients_by_composition(
     ]
 
 
+def recorded_with(calls: list[Call | Composition] | None) -> AbstractContextManager[None]:
+    """Notes into the recording of the forward pass, if there was one: autograd runs the backward
+    pass in a thread of its own."""
+    return contextlib.nullcontext() if calls is None else record.attached(calls)
+
+
 def register_gradients(
     name: str,
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
-    compose: Callable[..., Any],
+    in_torch: Callable[..., Any],
 ) -> None:
-    """What torch.library.register_autograd does, but that ``compose``, the operator in torch's
-    own, stands in where a transform or a tangent asks for what ``backward`` does not give."""
+    """What torch.library.register_autograd does, but that ``in_torch``, the operator in
+    torch's own, stands in where a transform or a tangent asks for what ``backward`` does not give."""
     operator = getattr(torch.ops.fusedconv, name).default
     generated = make_autograd_impl(
         operator, SimpleNamespace(_backward_fn=backward, _setup_context_fn=setup_context)
@@ -168,7 +173,7 @@ def register_gradients(
 
     def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
         if _composes(arguments):
-            return compose(*arguments, **keywords)
+            return in_torch(*arguments, **keywords)
         return generated(keyset, *arguments, **keywords)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)

@@ -18,10 +18,17 @@ def _forward(input: list[int], weight: list[int], *arguments: Any, **keywords: A
 
 
 def _backward(
-    grad: list[int], input: list[int], weight: list[int], *arguments: Any, **keywords: Any
+    grad: list[int],
+    conv_output: list[int],
+    mean: list[int],
+    rstd: list[int],
+    output_mask: list[bool],
+    input: list[int],
+    weight: list[int],
+    *arguments: Any,
+    **keywords: Any,
 ) -> int:
-    needs_input, needs_weight = arguments[-1][:2]
-    return _forward(input, weight) * (int(needs_input) + int(needs_weight))
+    return _forward(input, weight) * sum(output_mask[:2])
 
 
 def _none(*arguments: Any, **keywords: Any) -> int:

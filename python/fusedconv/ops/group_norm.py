@@ -3,73 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedconv.gradients import norm_gradients
-from fusedconv.kernels.torch_reference import output_layout, statistics_dtype
+from fusedconv.layout import empty, result_layout_of
 from fusedconv.ops.common import (
     composed,
     differentiates_gradients,
-    empty,
     gradients_by_composition,
     operator_outputs,
     promised,
+    recorded_with,
     refuse_second_derivatives,
     register_batching,
     register_gradients,
 )
-from fusedconv.ops.planning import group_norm_geometry, group_norm_plan, problem_of
-from fusedconv.plan import run
+from fusedconv.ops.planning import NormCall, backward_plan, group_norm_plan
+from fusedconv.plan import BackwardTensors
+from fusedconv.recording import record
+from fusedconv.reference import statistics_dtype
+from fusedconv.selection import run, run_backward
+
+Outputs = tuple[Tensor, Tensor, Tensor]
 
 _NAME = "group_norm"
 _NORM = f"fusedconv::{_NAME}"
-torch.library.define(
-    _NORM,
-    "(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
-    "str order, ScalarType? output_dtype) -> (Tensor, Tensor, Tensor)",
+#: The fields of NormCall.
+_ARGUMENTS = (
+    "Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps, str activation, "
+    "str order, ScalarType? output_dtype"
 )
+torch.library.define(_NORM, f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
     f"{_NORM}_backward",
-    "(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-    "int num_groups, str activation, str order, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor mean, Tensor rstd, bool[] output_mask, {_ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor)",
 )
+
+#: The arguments that have gradients, in the order of ``output_mask``, their places in a call, and
+#: what a problem calls them.
+_DIFFERENTIABLE = ("input", "weight", "bias")
+_PLACES = tuple(NormCall._fields.index(name) for name in _DIFFERENTIABLE)
+_GRADIENTS = ("input", "norm_weight", "norm_bias")
 
 
 @torch.library.impl(_NORM, "default")
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    order: str,
-    output_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    plan = group_norm_plan(
-        input, num_groups, weight, bias, eps, activation, order, output_dtype, True
-    )
-    output, _, mean, rstd = operator_outputs(input, run(plan, input, None, None, weight, bias))
+def _forward(*arguments: Any) -> Outputs:
+    call = NormCall(*arguments)
+    plan = group_norm_plan(call, True)
+    outputs = run(plan, call.input, None, None, call.weight, call.bias)
+    output, _, mean, rstd = operator_outputs(call.input, outputs)
     return output, mean, rstd
 
 
 @torch.library.register_fake(_NORM)
-def _group_norm_fake(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    order: str,
-    output_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    group_norm_geometry(input, num_groups, weight, bias, eps, activation, order)
-    output = empty(input, input.shape, output_layout(input), output_dtype or input.dtype)
+def _forward_fake(*arguments: Any) -> Outputs:
+    call = NormCall(*arguments)
+    input = call.input
+    call.geometry()
+    output = empty(input, input.shape, result_layout_of(input), call.output_dtype or input.dtype)
     statistics = statistics_dtype(input)
-    shape = [input.shape[0], num_groups]
+    shape = [input.shape[0], call.num_groups]
     return (
         output,
         input.new_empty(shape, dtype=statistics),
@@ -78,121 +74,94 @@ def _group_norm_fake(
 
 
 @torch.library.impl(f"{_NORM}_backward", "default")
-def _group_norm_backward(
-    grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    activation: str,
-    order: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    needs_input, needs_weight, needs_bias = needs
-    gradients = norm_gradients(
-        grad,
-        input,
-        mean,
-        rstd,
-        weight,
-        bias,
-        num_groups,
-        activation,
-        order,
-        (needs_input, needs_weight, needs_bias),
+def _backward(
+    grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = NormCall(*arguments)
+    input = call.input
+    plan = backward_plan(call, grad, None, _GRADIENTS, output_mask)
+    found = run_backward(
+        plan,
+        BackwardTensors(
+            grad_output=grad,
+            input=input,
+            weight=None,
+            conv_output=None,
+            mean=mean,
+            rstd=rstd,
+            norm_weight=call.weight,
+            norm_bias=call.bias,
+        ),
     )
-
-    return (
-        promised(input, gradients[0], input, needs_input, output_layout(input)),
-        promised(input, gradients[1], weight, needs_weight),
-        promised(input, gradients[2], bias, needs_bias),
+    layouts = (result_layout_of(input), "nchw", "nchw")
+    return tuple(
+        promised(input, getattr(found, gradient), getattr(call, name), needed, layout)
+        for gradient, name, needed, layout in zip(
+            _GRADIENTS, _DIFFERENTIABLE, output_mask, layouts, strict=True
+        )
     )
 
 
 @torch.library.register_fake(f"{_NORM}_backward")
-def _group_norm_backward_fake(
-    grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_groups: int,
-    activation: str,
-    order: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    def promised(like: Tensor | None, needed: bool) -> Tensor:
-        if not needed or like is None:
-            return input.new_empty([0])
-        return like.new_empty(like.shape)
-
-    grad_input = (
-        empty(input, input.shape, output_layout(input), input.dtype)
-        if needs[0]
+def _backward_fake(
+    grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    call = NormCall(*arguments)
+    input = call.input
+    layouts = (result_layout_of(input), "nchw", "nchw")
+    return tuple(
+        empty(input, like.shape, layout, like.dtype)
+        if needed and like is not None
         else input.new_empty([0])
+        for like, needed, layout in zip(
+            (input, call.weight, call.bias), output_mask, layouts, strict=True
+        )
     )
-    return grad_input, promised(weight, needs[1]), promised(bias, needs[2])
 
 
-def _group_norm_composed(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    order: str,
-    output_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _in_torch(*arguments: Any) -> Outputs:
     """The operator in torch's own, which differentiate in every way."""
-    norm = group_norm_geometry(input, num_groups, weight, bias, eps, activation, order)
-    problem = problem_of(
-        input, activation, order, None, output_dtype, True, None, norm, aligned=True
-    )
-    outputs = composed(_NAME, problem, None, (input, None, None, weight, bias))
-    output, _, mean, rstd = operator_outputs(input, outputs)
+    call = NormCall(*arguments)
+    tensors = (call.input, None, None, call.weight, call.bias)
+    outputs = composed(_NAME, call.problem(True), call.input.device.type, None, tensors)
+    output, _, mean, rstd = operator_outputs(call.input, outputs)
     return output, mean, rstd
 
 
-def _group_norm_setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    input, num_groups, weight, bias, eps, activation, order, output_dtype = inputs
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    call = NormCall(*inputs)
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(input, mean, rstd, weight, bias)
-    ctx.arguments = (num_groups, activation, order)
-    ctx.numerics = (eps, output_dtype)
+    ctx.save_for_backward(call.input, call.weight, call.bias, mean, rstd)
+    ctx.call = call._replace(**dict.fromkeys(_DIFFERENTIABLE))
+    ctx.recording = record.current()
 
 
-def _group_norm_gradients(ctx, grad, *_):  # type: ignore[no-untyped-def]
-    result: list[Tensor | None] = [None] * 8
+def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    result: list[Tensor | None] = [None] * len(NormCall._fields)
     if grad is None:
         return tuple(result)
-    input, mean, rstd, weight, bias = ctx.saved_tensors
-    positions = (0, 2, 3)
-    needs = [ctx.needs_input_grad[position] for position in positions]
+    *leaves, mean, rstd = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[place] for place in _PLACES]
+
+    def call(leaves: Sequence[Tensor | None]) -> Any:
+        return ctx.call._replace(**dict(zip(_DIFFERENTIABLE, leaves, strict=True)))
+
     if differentiates_gradients(grad):
-
-        def output(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-            num_groups, activation, order = ctx.arguments
-            eps, dtype = ctx.numerics
-            return _group_norm_composed(
-                input, num_groups, weight, bias, eps, activation, order, dtype
-            )[0]
-
-        gradients = gradients_by_composition(output, (input, weight, bias), needs, grad)
-    else:
-        gradients = torch.ops.fusedconv.group_norm_backward(
-            grad, input, mean, rstd, weight, bias, *ctx.arguments, needs
+        gradients = gradients_by_composition(
+            lambda *leaves: _in_torch(*call(leaves))[0], leaves, needs, grad
         )
-    for position, gradient, needed in zip(positions, gradients, needs, strict=True):
-        result[position] = gradient if needed else None
+    else:
+        with recorded_with(ctx.recording):
+            gradients = torch.ops.fusedconv.group_norm_backward(
+                grad, mean, rstd, needs, *call(leaves)
+            )
+    for place, gradient, needed in zip(_PLACES, gradients, needs, strict=True):
+        result[place] = gradient if needed else None
     return tuple(result)
 
 
-register_gradients(_NAME, _group_norm_gradients, _group_norm_setup_context, _group_norm_composed)
+register_gradients(_NAME, _gradients, _setup_context, _in_torch)
 register_batching(_NAME)
 refuse_second_derivatives(f"{_NAME}_backward")

@@ -3,59 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedconv import validation
-from fusedconv.plan import Plan, cached, plan_for
+from fusedconv.device import device_record
+from fusedconv.layout import layout_of
+from fusedconv.plan import BackwardPlan, ForwardPlan
+from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
+    BackwardProblem,
     ConvTransposeGeometry,
-    NormGeometry,
-    Problem,
-    device_properties,
-    layout_of,
-    resolve_precision,
+    ForwardProblem,
+    Norm,
+    epilogue,
 )
 from fusedconv.recording import record
-from fusedconv.registry import forced_kernels
+from fusedconv.selection import cached, forced_kernels, plan_for
 
 
-def problem_of(
+class ConvCall(NamedTuple):
+    """The arguments of ``fusedconv::conv_transpose_act_norm``, in the order of its schema."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    stride: Sequence[int]
+    padding: Sequence[int]
+    output_padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+    activation: str
+    order: str
+    num_groups: int
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+    precision: str | None
+    output_dtype: torch.dtype | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Input, weight, bias, norm_weight, norm_bias."""
+        return self.input, self.weight, self.bias, self.norm_weight, self.norm_bias
+
+    def geometries(self) -> tuple[ConvTransposeGeometry, Norm | None]:
+        """Every check of the call; TypeError or ValueError names what is wrong."""
+        input = self.input
+        validation.check_input(input)
+        validation.check_choices(self.activation, self.order)
+        conv = validation.conv_geometry(
+            input,
+            self.weight,
+            self.bias,
+            tuple(self.stride),
+            tuple(self.padding),
+            tuple(self.output_padding),
+            tuple(self.dilation),
+            self.groups,
+        )
+        resolve_precision(input.dtype, input.device.type, self.precision)
+        norm = None
+        if self.num_groups:
+            norm = validation.norm_geometry(
+                input,
+                conv.out_channels,
+                self.num_groups,
+                self.norm_weight,
+                self.norm_bias,
+                self.eps,
+                ("norm_weight", "norm_bias"),
+            )
+        return conv, norm
+
+    def problem(self, save: bool, aligned: bool = True) -> ForwardProblem:
+        """The problem of the call, every argument checked."""
+        conv, norm = self.geometries()
+        return _problem(
+            self.input,
+            self.activation,
+            self.order,
+            self.precision,
+            self.output_dtype,
+            save,
+            aligned,
+            norm,
+            conv,
+            self.bias is not None,
+        )
+
+
+class NormCall(NamedTuple):
+    """The arguments of ``fusedconv::group_norm``, in the order of its schema."""
+
+    input: Tensor
+    num_groups: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    activation: str
+    order: str
+    output_dtype: torch.dtype | None
+
+    def geometry(self) -> Norm:
+        """Every check of the call; TypeError or ValueError names what is wrong."""
+        input = self.input
+        validation.check_input(input)
+        validation.check_choices(self.activation, self.order)
+        return validation.norm_geometry(
+            input,
+            input.shape[1],
+            self.num_groups,
+            self.weight,
+            self.bias,
+            self.eps,
+            ("weight", "bias"),
+        )
+
+    def problem(self, save: bool, aligned: bool = True) -> ForwardProblem:
+        """The problem of the call, every argument checked."""
+        norm = self.geometry()
+        return _problem(
+            self.input, self.activation, self.order, None, self.output_dtype, save, aligned, norm
+        )
+
+
+def _problem(
     input: Tensor,
     activation: str,
     order: str,
     precision: str | None,
     output_dtype: torch.dtype | None,
     save: bool,
-    conv: ConvTransposeGeometry | None,
-    norm: NormGeometry | None,
     aligned: bool,
-) -> Problem:
-    device = input.device
-    index = device.index or 0
-    architecture, multiprocessors = (0, 0)
-    if device.type == "cuda":
-        architecture, multiprocessors = device_properties(index)
-    return Problem(
-        device=device.type,
-        device_index=index,
-        architecture=architecture,
-        multiprocessors=multiprocessors,
+    norm: Norm | None,
+    conv: ConvTransposeGeometry | None = None,
+    bias: bool = False,
+) -> ForwardProblem:
+    return ForwardProblem(
         dtype=input.dtype,
         output_dtype=output_dtype or input.dtype,
-        precision=resolve_precision(input.dtype, device.type, precision),
-        layout=layout_of(tuple(input.shape), input.stride()),
+        precision=resolve_precision(input.dtype, input.device.type, precision),
+        layout=layout_of(input.shape, input.stride()),
         aligned=aligned,
         batch=input.shape[0],
         channels=input.shape[1],
         spatial=tuple(input.shape[2:]),
-        activation=activation,
-        order="act_norm" if order == "act_norm" else "norm_act",
         conv=conv,
-        norm=norm,
+        epilogue=epilogue(bias, activation, order, norm),
         save=save,
     )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() & 15 == 0
 
 
 def _signature(tensor: Tensor | None) -> object:
@@ -64,74 +167,14 @@ def _signature(tensor: Tensor | None) -> object:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def conv_geometries(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
-    order: str,
-    num_groups: int,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    precision: str | None,
-) -> tuple[ConvTransposeGeometry, NormGeometry | None]:
-    """Every check of a call of the convolution; TypeError or ValueError names what is wrong."""
-    validation.check_input(input)
-    validation.check_choices(activation, order)
-    conv = validation.conv_geometry(
-        input,
-        weight,
-        bias,
-        tuple(stride),
-        tuple(padding),
-        tuple(output_padding),
-        tuple(dilation),
-        groups,
-    )
-    resolve_precision(input.dtype, input.device.type, precision)
-    norm = None
-    if num_groups:
-        norm = validation.norm_geometry(
-            input,
-            conv.out_channels,
-            num_groups,
-            norm_weight,
-            norm_bias,
-            eps,
-            ("norm_weight", "norm_bias"),
-        )
-    return conv, norm
-
-
-def conv_plan(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-    activation: str,
-    order: str,
-    num_groups: int,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    eps: float,
-    precision: str | None,
-    output_dtype: torch.dtype | None,
-    save: bool,
-) -> Plan:
+def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     """The plan of a call; arguments are validated when their combination is seen first.
 
-    The key compares by value, where 1, 1.0 and True are equal: callers pass exact ints and floats.
+    The key compares by value, where 1, 1.0 and True are equal: callers pass exact ints and floats,
+    and tuples for sequences.
     """
+    input, weight, bias, *arguments = call
+    norm_weight, norm_bias, eps, precision, output_dtype = arguments[8:]
     if input.layout is not torch.strided:
         validation.check_input(input)
     if input.dtype is torch.float32:
@@ -145,14 +188,7 @@ def conv_plan(
         aligned,
         _signature(weight),
         _signature(bias),
-        stride,
-        padding,
-        output_padding,
-        dilation,
-        groups,
-        activation,
-        order,
-        num_groups,
+        *arguments[:8],
         _signature(norm_weight),
         _signature(norm_bias),
         eps,
@@ -163,60 +199,16 @@ def conv_plan(
     )
     plan = cached(key)
     if plan is None or record.active:
-        conv, norm = conv_geometries(
-            input,
-            weight,
-            bias,
-            stride,
-            padding,
-            output_padding,
-            dilation,
-            groups,
-            activation,
-            order,
-            num_groups,
-            norm_weight,
-            norm_bias,
-            eps,
-            precision,
-        )
-        problem = problem_of(
-            input, activation, order, precision, output_dtype, save, conv, norm, aligned
-        )
-        plan = plan_for(problem, key)
-        record.note(problem)
-    return plan
+        problem = call.problem(save, aligned)
+        device = device_record(input.device)
+        plan = plan_for(problem, device, key)
+        record.note(problem, device)
+    return plan  # type: ignore[no-any-return]
 
 
-def group_norm_geometry(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    order: str,
-) -> NormGeometry:
-    """Every check of a call of GroupNorm; TypeError or ValueError names what is wrong."""
-    validation.check_input(input)
-    validation.check_choices(activation, order)
-    return validation.norm_geometry(
-        input, input.shape[1], num_groups, weight, bias, eps, ("weight", "bias")
-    )
-
-
-def group_norm_plan(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    order: str,
-    output_dtype: torch.dtype | None,
-    save: bool,
-) -> Plan:
+def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
     """The plan of a GroupNorm call; arguments are validated when seen first, as in conv_plan."""
+    input, num_groups, weight, bias, eps, activation, order, output_dtype = call
     if input.layout is not torch.strided:
         validation.check_input(input)
     aligned = input.data_ptr() & 15 == 0
@@ -238,10 +230,50 @@ def group_norm_plan(
     )
     plan = cached(key)
     if plan is None or record.active:
-        norm = group_norm_geometry(input, num_groups, weight, bias, eps, activation, order)
-        problem = problem_of(
-            input, activation, order, None, output_dtype, save, None, norm, aligned
+        problem = call.problem(save, aligned)
+        device = device_record(input.device)
+        plan = plan_for(problem, device, key)
+        record.note(problem, device)
+    return plan  # type: ignore[no-any-return]
+
+
+def backward_plan(
+    call: ConvCall | NormCall,
+    grad: Tensor,
+    conv_output: Tensor | None,
+    names: tuple[str, ...],
+    needs: Sequence[bool],
+) -> BackwardPlan:
+    """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
+    aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
+    arguments = tuple(
+        _signature(value)
+        if isinstance(value, Tensor)
+        else tuple(value)
+        if isinstance(value, list)
+        else value
+        for value in call
+    )
+    key = (
+        grad.stride(),
+        grad.dtype,
+        grad.device,
+        None if conv_output is None else conv_output.stride(),
+        aligned,
+        tuple(needs),
+        arguments,
+        forced_kernels(),
+    )
+    plan = cached(key)
+    if plan is None or record.active:
+        problem = BackwardProblem.of(
+            call.problem(True),
+            grad_dtype=grad.dtype,
+            grad_layout=layout_of(grad.shape, grad.stride()),
+            aligned=aligned,
+            gradients=[name for name, need in zip(names, needs, strict=True) if need],
         )
-        plan = plan_for(problem, key)
-        record.note(problem)
-    return plan
+        device = device_record(call.input.device)
+        plan = plan_for(problem, device, key)
+        record.note(problem, device)
+    return plan  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the CUDA providers share: building the GroupNorm passes, and plans that run a program."""
+"""What the CUDA providers share: conditions, and plans that are one compiled program of steps."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ import torch
 from torch import Tensor
 
 from fusedconv import _C
-from fusedconv.plan import Outputs, Plan
-from fusedconv.problem import (
-    ACTIVATION_CODES,
-    DTYPE_CODES,
-    LAYOUT_CODES,
-    Problem,
-    dtype_name,
-)
-from fusedconv.registry import Kernel, Support
-
-# Slots of the pointers that run() gets, in this order.
-INPUT, WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, OUTPUT, CONV_OUTPUT, MEAN, RSTD = range(9)
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import address, group_norm_problem, supports_compiled
+from fusedconv.layout import dense_strides
+from fusedconv.plan import ForwardKernel, ForwardPlan, Outputs
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.support import Support
 
 HAS_CUDA: bool = bool(_C.build["cuda"])
+#: Families of convolution kernels that this build holds.
+FAMILIES: tuple[str, ...] = tuple(_C.build.get("families", ()))
 
 try:
     # The stream's address without building a Stream object; private, so the public way stays.
-    from torch._C import _cuda_getCurrentRawStream as _raw_stream
+    from torch._C import _cuda_getCurrentRawStream as raw_stream
 except ImportError:
 
-    def _raw_stream(device: int) -> int:
+    def raw_stream(device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
-
-#: Bytes a second that a copy moves, reads and writes together, by compute capability; an unknown
-#: device is taken for the newest. Only ratios decide between kernels.
-_COPY_RATE = {80: 1.7e12, 90: 4.3e12}
-
-#: Of one kernel of a program, where the GPU waits for the processor.
-LAUNCH_MILLISECONDS = 0.004
 
 #: What a plan says first of an input that no kernel reads as it lies.
 CONTIGUOUS_STEP = "torch copy of the strided input to contiguous NCHW"
 
 
-def copy_milliseconds(num_bytes: float, architecture: int) -> float:
-    return num_bytes / _COPY_RATE.get(architecture, 4.3e12) * 1e3
+# ---- conditions ----------------------------------------------------------------------------------
 
 
-def supports_cuda(problem: Problem) -> Support:
-    """The conditions that every CUDA kernel of ours has in common."""
+def supports_device(device: Device) -> Support:
+    """The conditions on the device that every CUDA kernel of ours has in common."""
     if not HAS_CUDA:
         return Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
-    if problem.device != "cuda":
-        return Support.no(f"runs on CUDA, the input is on {problem.device}")
-    if problem.architecture < 80:
-        return Support.no(f"needs compute capability 8.0, the device has {problem.architecture}")
-    if problem.dtype not in DTYPE_CODES:
-        return Support.no(f"dtype is {dtype_name(problem.dtype)}, not float32/float16/bfloat16")
-    if problem.output_dtype not in (problem.dtype, torch.float32):
-        return Support.no(f"output dtype is {dtype_name(problem.output_dtype)}")
-    if problem.input_elements == 0 or problem.output_elements == 0:
-        return Support.no("the input is empty")
-    norm = problem.norm
-    if norm is not None and norm.affine_dtype is not None and norm.affine_dtype not in DTYPE_CODES:
-        return Support.no(f"affine dtype is {dtype_name(norm.affine_dtype)}")
+    if device.type != "cuda":
+        return Support.no(f"runs on CUDA, the input is on {device.type}")
+    if device.architecture < 80:
+        return Support.no(f"needs compute capability 8.0, the device has {_capability(device)}")
     return Support.yes()
 
 
-def supports_precision(problem: Problem, precision: str) -> Support:
+def _capability(device: Device) -> str:
+    return f"{device.architecture // 10}.{device.architecture % 10}"
+
+
+def supports_hopper(device: Device) -> Support:
+    """Whether the device runs kernels of compute capability 9.0, which no later one does."""
+    if device.architecture == 90:
+        return Support.yes()
+    return Support.no(f"runs on compute capability 9.0, the device has {_capability(device)}")
+
+
+def supports_forward(problem: ForwardProblem, device: Device) -> Support:
+    """The conditions of every forward kernel on CUDA."""
+    support = supports_device(device)
+    if not support:
+        return support
+    if problem.output_dtype not in (problem.dtype, torch.float32):
+        return Support.no(f"output dtype is {problem.output_dtype}")
+    return supports_compiled(problem)
+
+
+def supports_precision(problem: ForwardProblem, precision: str) -> Support:
     """Whether a convolution computed in ``precision`` is what a problem asks for.
 
     Strict fp32 is more than TF32 asks for, and small problems take it at no cost: eager's own small
@@ -78,45 +78,51 @@ def supports_precision(problem: Problem, precision: str) -> Support:
     return Support.no(f"computes in {precision}, {problem.precision} is asked for")
 
 
-def group_norm_passes(
-    problem: Problem,
-    *,
-    layout: str,
-    row_channels: int,
-    activation_before: str,
-    copy: bool = False,
-) -> _C.GroupNormPasses:
-    """The moments and normalising passes of a problem over a tensor of the given layout; with
-    ``copy`` a pass that only changes the layout."""
-    norm = None if copy else problem.norm
-    return _C.GroupNormPasses(
-        channels=problem.output_channels,
-        pixels=math.prod(problem.output_spatial),
-        groups=1 if norm is None else norm.num_groups,
-        eps=0.0 if norm is None else norm.eps,
-        layout=LAYOUT_CODES[layout],
-        dtype=DTYPE_CODES[problem.dtype],
-        affine_dtype=DTYPE_CODES[(norm.affine_dtype if norm else None) or torch.float32],
-        activation_before=ACTIVATION_CODES[activation_before],
-        activation_after=ACTIVATION_CODES["identity" if copy else problem.activation_after],
-        row_channels=row_channels,
-        output_layout=LAYOUT_CODES[problem.output_layout],
-        output_dtype=DTYPE_CODES[problem.dtype if copy else problem.output_dtype],
-    )
+class _NotBuilt:
+    """Says why a family that this build lacks serves nothing."""
+
+    def __init__(self, name: str, provider: str) -> None:
+        self.name = name
+        self.provider = provider
+
+    def _refusal(self) -> Support:
+        if not HAS_CUDA:
+            return Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
+        return Support.no(f"this build lacks the family {self.provider} (see `fusedconv info`)")
 
 
-def statistics_operands(program: _C.Program, problem: Problem) -> dict[str, _C.Operand]:
-    """What a moments step fills, by its arguments' names: ``statistics`` for the normalising step,
-    and the ``mean`` and ``rstd`` that are saved. Absent without a GroupNorm or where not saved."""
-    absent = _C.Operand()
-    if problem.norm is None:
-        return {"statistics": absent, "mean": absent, "rstd": absent}
-    size = 4 * problem.norm.num_groups
-    return {
-        "statistics": program.statistics_scratch(problem.norm.num_groups),
-        "mean": program.tensor(MEAN, size) if problem.save else absent,
-        "rstd": program.tensor(RSTD, size) if problem.save else absent,
-    }
+class NotBuiltForward(_NotBuilt, ForwardKernel):
+    """Stands for a family's rows, so that ``explain`` can say why."""
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        if problem.conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        return self._refusal()
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        raise NotImplementedError("never supported")
+
+    def compile(self, problem: ForwardProblem, device: Device) -> ForwardPlan:
+        raise NotImplementedError("never supported")
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+# Slots of the pointers that a forward program's run() gets, in this order.
+INPUT, WEIGHT, BIAS, NORM_WEIGHT, NORM_BIAS, OUTPUT, CONV_OUTPUT, MEAN, RSTD = range(9)
+
+
+def equal_chunk(batch: int, most: int) -> int:
+    """Samples of a batch chunk, at most ``most`` but one at least; chunks are of equal size, as a
+    short last one would leave the device half empty."""
+    largest = max(1, min(batch, most))
+    return -(-batch // -(-batch // largest))
+
+
+def launched_chunks(batch: int, chunk: int) -> list[tuple[int, int]]:
+    """(samples, how many chunks of that size)."""
+    full, rest = divmod(batch, chunk)
+    return [(size, n) for size, n in ((chunk, full), (rest, 1 if rest else 0)) if n]
 
 
 def five_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,174 +130,128 @@ def five_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
     return (*strides[:2], *(0,) * (5 - len(strides)), *strides[2:])
 
 
-def add_group_norm(
-    program: _C.Program,
-    problem: Problem,
-    input: _C.Operand,
-    *,
-    layout: str,
-    row_channels: int,
-    activation_before: str,
-) -> list[str]:
-    """Appends the passes from a dense tensor to the output, and returns what they are called.
+class ForwardProgram:
+    """A program under construction, with the operands that forward passes have by name."""
 
-    Without a GroupNorm only activation, layout and dtype change.
-    """
-    norm = problem.norm
-    passes = group_norm_passes(
-        problem, layout=layout, row_channels=row_channels, activation_before=activation_before
-    )
-    steps = []
-    operands = statistics_operands(program, problem)
-    if norm is not None:
-        program.moments(passes, input=input, **operands)
-        moments = "moments" if activation_before == "identity" else f"{activation_before} + moments"
-        steps.append(f"{moments} ({layout})")
-    sample = problem.output_channels * math.prod(problem.output_spatial)
-    program.normalize(
-        passes,
-        input=input,
-        statistics=operands["statistics"],
-        weight=program.tensor(NORM_WEIGHT, 0),
-        bias=program.tensor(NORM_BIAS, 0),
-        output=program.tensor(OUTPUT, sample * problem.output_dtype.itemsize),
-    )
-    parts = [activation_before, "normalize" if norm else "identity", problem.activation_after]
-    name = " + ".join(part for part in parts if part != "identity") or "copy"
-    steps.append(f"{name} ({layout} -> {problem.output_layout})")
-    return steps
+    def __init__(self, problem: ForwardProblem, device: Device, batch_chunk: int = 0) -> None:
+        form = act_norm_act(problem.epilogue)
+        assert isinstance(form, ActNormAct)
+        self.problem = problem
+        self.device = device
+        self.form = form
+        self.compiled = _C.Program(device.index, problem.batch, batch_chunk)
+        self.absent = _C.Operand()
+        self.groups = form.norm.groups(problem.output_channels) if form.norm else 0
+        size = problem.dtype.itemsize
+        output = problem.output_channels * math.prod(problem.output_spatial)
+        tensor = self.compiled.tensor
+        self.input = tensor(INPUT, problem.channels * math.prod(problem.spatial) * size)
+        self.weight = tensor(WEIGHT, 0)
+        self.bias = tensor(BIAS, 0) if form.bias else self.absent
+        self.norm_weight = tensor(NORM_WEIGHT, 0)
+        self.norm_bias = tensor(NORM_BIAS, 0)
+        self.output = tensor(OUTPUT, output * problem.output_dtype.itemsize)
+        saves = problem.save
+        self.conv_output = tensor(CONV_OUTPUT, output * size) if saves else self.absent
+        saves_moments = saves and form.norm is not None
+        self.mean = tensor(MEAN, 4 * self.groups) if saves_moments else self.absent
+        self.rstd = tensor(RSTD, 4 * self.groups) if saves_moments else self.absent
 
+    def scratch(self, bytes_per_sample: int, num_bytes: int = 0) -> _C.Operand:
+        return self.compiled.scratch(bytes_per_sample, num_bytes)
 
-def add_conv_output_copy(
-    program: _C.Program, problem: Problem, conv_output: _C.Operand, *, row_channels: int
-) -> str:
-    """Appends the pass that saves a channels-last convolution output in the caller's layout."""
-    absent = _C.Operand()
-    sample = problem.output_channels * math.prod(problem.output_spatial)
-    program.normalize(
-        group_norm_passes(
-            problem,
-            layout="nhwc",
+    def statistics(self) -> _C.Operand:
+        """Scratch between a step that fills statistics and one that normalises; absent without."""
+        if not self.groups:
+            return self.absent
+        return self.scratch(_C.group_norm.statistics_bytes(self.groups))
+
+    def normalise(
+        self, input: _C.Operand, *, input_layout: str, before: str, row_channels: int = 0
+    ) -> None:
+        """Appends the passes from a dense tensor to the output, ``before`` the activation in front.
+
+        Without a normalisation only activation, layout and dtype change.
+        """
+        form = ActNormAct(False, before, self.form.norm, self.form.after)
+        problem = group_norm_problem(
+            self.problem,
+            form,
+            input_layout=input_layout,
+            output_layout=self.problem.output_layout,
             row_channels=row_channels,
-            activation_before="identity",
-            copy=True,
-        ),
-        input=conv_output,
-        statistics=absent,
-        weight=absent,
-        bias=absent,
-        output=program.tensor(CONV_OUTPUT, sample * problem.dtype.itemsize),
-    )
-    return f"save the convolution's output (nhwc -> {problem.output_layout})"
-
-
-def group_norm_gradients(
-    grad: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layout: str,
-    num_groups: int,
-    activation_before: str,
-    activation_after: str,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of activation, GroupNorm, activation for dense tensors of one layout and dtype.
-
-    ``grad`` and ``input`` are [N, C, *spatial] on CUDA, ``mean`` and ``rstd`` float32
-    [N, num_groups]. The gradients of weight and bias come in float32.
-    """
-    batch, channels = input.shape[:2]
-    pixels = input.numel() // (batch * channels)
-    codes = {"layout": LAYOUT_CODES[layout], "dtype": DTYPE_CODES[input.dtype]}
-    size = {"batch": batch, "channels": channels, "pixels": pixels, "groups": num_groups}
-    workspace = torch.empty(
-        _C.group_norm_gradient_workspace_bytes(input.device.index, **size, **codes),
-        dtype=torch.uint8,
-        device=input.device,
-    )
-    grad_input = torch.empty_like(input) if needs[0] else None
-    grad_weight, grad_bias = (
-        torch.empty(channels, dtype=torch.float32, device=input.device) if needed else None
-        for needed in needs[1:]
-    )
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    affine = weight if weight is not None else bias
-    device = input.device.index
-    _C.group_norm_gradients(
-        *(
-            0 if tensor is None else tensor.data_ptr()
-            for tensor in (
-                input,
-                grad,
-                mean,
-                rstd,
-                weight,
-                bias,
-                grad_input,
-                grad_weight,
-                grad_bias,
-                workspace,
+        )
+        statistics = self.statistics()
+        if form.norm is not None:
+            self.compiled.per_chunk(
+                _C.group_norm.Moments(
+                    problem=problem,
+                    input=input,
+                    statistics=statistics,
+                    mean=self.mean,
+                    rstd=self.rstd,
+                )
             )
-        ),
-        device,
-        _raw_stream(device),
-        **size,
-        **codes,
-        affine_dtype=DTYPE_CODES[torch.float32 if affine is None else affine.dtype],
-        activation_before=ACTIVATION_CODES[activation_before],
-        activation_after=ACTIVATION_CODES[activation_after],
-    )
-    return grad_input, grad_weight, grad_bias
+        self.compiled.per_chunk(
+            _C.group_norm.Normalize(
+                problem=problem,
+                input=input,
+                statistics=statistics,
+                weight=self.norm_weight,
+                bias=self.norm_bias,
+                output=self.output,
+            )
+        )
+
+    def save_conv_output(self, conv_output: _C.Operand, *, row_channels: int) -> None:
+        """Appends the pass that saves a channels-last convolution output in the caller's layout."""
+        problem = self.problem
+        self.compiled.per_chunk(
+            _C.group_norm.Normalize(
+                problem=group_norm_problem(
+                    problem,
+                    ActNormAct(False, "identity", None, "identity"),
+                    input_layout="nhwc",
+                    output_layout=problem.output_layout,
+                    output_dtype=problem.dtype,
+                    row_channels=row_channels,
+                ),
+                input=conv_output,
+                statistics=self.absent,
+                weight=self.absent,
+                bias=self.absent,
+                output=self.conv_output,
+                name="save the convolution's output",
+            )
+        )
+
+    def plan(self, kernel: str) -> ProgramPlan:
+        return ProgramPlan(kernel, self)
 
 
-class NotCompiled(Kernel):
-    """Stands for a provider's rows in a build without CUDA, so that ``explain`` can say why."""
-
-    def __init__(self, name: str, provider: str) -> None:
-        self.name = name
-        self.provider = provider
-
-    def supports(self, problem: Problem) -> Support:
-        if problem.conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        return supports_cuda(problem)
-
-    def cost(self, problem: Problem) -> float:
-        raise NotImplementedError("never supported")
-
-    def compile(self, problem: Problem) -> Plan:
-        raise NotImplementedError("never supported")
-
-
-class ProgramPlan(Plan):
+class ProgramPlan(ForwardPlan):
     """A plan whose steps are one ``_C.Program``: allocate, pass addresses, launch."""
 
-    def __init__(
-        self,
-        kernel: str,
-        steps: tuple[str, ...],
-        problem: Problem,
-        program: _C.Program,
-        device: int,
-    ) -> None:
+    def __init__(self, kernel: str, program: ForwardProgram) -> None:
+        problem = program.problem
+        compiled = program.compiled
         self.kernel = kernel
-        self.steps = steps
-        self._program = program
-        self._workspace_bytes: int = program.workspace_bytes
-        self._device = torch.device("cuda", device)
-        self._device_index = device
         self._contiguous_input = problem.layout == "strided"
-        self._output_shape = (problem.batch, problem.output_channels, *problem.output_spatial)
-        self._output_strides = _dense_strides(self._output_shape, problem.output_layout)
+        copies = (CONTIGUOUS_STEP,) if self._contiguous_input else ()
+        self.steps = (*copies, *compiled.steps)
+        self._run = compiled.run
+        # Steps and operands live as long as the program.
+        self._program = compiled
+        self._workspace_bytes: int = compiled.workspace_bytes
+        self._device_index = program.device.index
+        self._device = torch.device("cuda", program.device.index)
+        self._output_shape = problem.output_shape
+        self._output_strides = dense_strides(problem.output_shape, problem.output_layout)
         self._output_dtype = problem.output_dtype
         self._saves = problem.save
         self._saves_conv = problem.save and problem.conv is not None
         self._conv_dtype = problem.dtype
-        self._statistics_shape = (problem.batch, problem.norm.num_groups) if problem.norm else None
+        self._statistics_shape = (problem.batch, program.groups) if program.groups else None
 
     def run(
         self,
@@ -300,6 +260,7 @@ class ProgramPlan(Plan):
         bias: Tensor | None,
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Outputs:
         device = self._device
         if self._contiguous_input:
@@ -325,34 +286,30 @@ class ProgramPlan(Plan):
             if self._statistics_shape is not None:
                 mean = torch.empty(self._statistics_shape, dtype=torch.float32, device=device)
                 rstd = torch.empty_like(mean)
-        self._program.run(
-            [
-                0 if tensor is None else tensor.data_ptr()
-                for tensor in (
-                    input,
-                    weight,
-                    bias,
-                    norm_weight,
-                    norm_bias,
-                    output,
-                    conv_output,
-                    mean,
-                    rstd,
-                )
-            ],
-            0 if workspace is None else workspace.data_ptr(),
-            _raw_stream(self._device_index),
+        tensors = (
+            input,
+            weight,
+            bias,
+            norm_weight,
+            norm_bias,
+            output,
+            conv_output,
+            mean,
+            rstd,
+        )
+        self._run(
+            [0 if tensor is None else tensor.data_ptr() for tensor in tensors],
+            address(workspace),
+            raw_stream(self._device_index),
         )
         return Outputs(output, conv_output, mean, rstd)
 
 
-def _dense_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    order = list(range(len(shape) - 1, -1, -1))
-    if layout == "nhwc":
-        order = [1, *range(len(shape) - 1, 1, -1), 0]
-    strides = [0] * len(shape)
-    expected = 1
-    for axis in order:
-        strides[axis] = expected
-        expected *= shape[axis]
-    return tuple(strides)
+def run_program(
+    program: _C.Program, device: Device, tensors: tuple[Tensor | None, ...], like: Tensor
+) -> None:
+    """Runs a program on tensors in the order of its slots, with a workspace of its own."""
+    workspace = None
+    if program.workspace_bytes:
+        workspace = like.new_empty(program.workspace_bytes, dtype=torch.uint8)
+    program.run(list(map(address, tensors)), address(workspace), raw_stream(device.index))

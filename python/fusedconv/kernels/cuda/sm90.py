@@ -13,34 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
-from fusedconv.kernels.cuda_program import (
-    BIAS,
-    CONTIGUOUS_STEP,
-    CONV_OUTPUT,
-    HAS_CUDA,
-    INPUT,
-    LAUNCH_MILLISECONDS,
-    NORM_BIAS,
-    NORM_WEIGHT,
-    OUTPUT,
-    WEIGHT,
-    NotCompiled,
+from fusedconv.activations import COMPILED
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import conv_problem, group_norm_problem
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    ForwardProgram,
+    NotBuiltForward,
     ProgramPlan,
-    copy_milliseconds,
+    equal_chunk,
     five_strides,
-    group_norm_passes,
-    statistics_operands,
-    supports_cuda,
+    supports_forward,
+    supports_hopper,
     supports_precision,
 )
-from fusedconv.lowering import ForwardConv, lower_unit_stride
-from fusedconv.plan import Plan
-from fusedconv.problem import ACTIVATION_CODES, LAYOUT_CODES, Problem
-from fusedconv.registry import Kernel, Registry, Support
-
-# The codes of fusedconv::conv::Math and fusedconv::conv::sm90::Sharing.
-_PRECISION_OF_MATH = {0: "tf32", 2: "fp32", 3: "fp16", 4: "bf16"}
-_TURNS, _CHANNELS, _POSITIONS = range(3)
+from fusedconv.lowering import Phase, lower
+from fusedconv.plan import ForwardKernel, Kernel
+from fusedconv.problem import ActNormAct, ForwardProblem
+from fusedconv.support import Support
 
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
@@ -48,19 +38,19 @@ CHUNK_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What ``CutlassSm90.estimate`` multiplies, in nanoseconds on an H200."""
+    """What ``CutlassSm90.estimate`` multiplies, in thousands of cycles of a multiprocessor."""
 
-    #: A step (64 channels, 256 positions, 32 bytes of input channels) on the tensor cores.
+    #: A k-block of 32 bytes for a tap of 64 channels and 256 positions, on the tensor cores.
     step_tf32: float
     step_fp32: float
     step_16_bits: float
-    #: For each chunk of a stage: turning 128 positions; a line's tensor copy; turning 128 positions
-    #: that come element by element, each with its memory's latency.
-    turn: float
-    line: float
+    #: For each k-block of a stage: transposing 128 positions; an input row's TMA copy; transposing
+    #: 128 positions that come element by element, each with its memory's latency.
+    transpose: float
+    row: float
     gather: float
-    #: A stage, beside its chunks.
-    stage: float
+    #: A k-iteration, beside its k-blocks.
+    iteration: float
 
     def step(self, precision: str) -> float:
         return {"tf32": self.step_tf32, "fp32": self.step_fp32}.get(precision, self.step_16_bits)
@@ -68,206 +58,190 @@ class CostConstants:
 
 #: Fitted by ``benchmarks/cost_model.py`` to the measured times of every row.
 COSTS = CostConstants(
-    step_tf32=77.1,
-    step_fp32=258.3,
-    step_16_bits=114.9,
-    turn=144.2,
-    line=26.77,
-    gather=565.2,
-    stage=172.6,
+    step_tf32=0.1411,
+    step_fp32=0.4727,
+    step_16_bits=0.2103,
+    transpose=0.2639,
+    row=0.04899,
+    gather=1.0343,
+    iteration=0.3159,
 )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A compiled kernel's metadata, as ``_C.sm90_rows()`` gives it."""
-
-    index: int
-    name: str
-    math: int
-    dtype: int
-    sharing: int
-    tile: tuple[int, int, int]
-
-
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def _config(
     row: int,
     channels: int,
     output_channels: int,
-    lowered: ForwardConv,
+    lowered: Phase,
     layout: str,
     aligned: bool,
-    multiprocessors: int,
-) -> _C.Sm90Plan:
-    return _C.Sm90Plan(
-        row=row,
-        c=channels,
-        k=output_channels,
-        input_extent=lowered.input,
-        output_extent=lowered.output,
-        taps=lowered.taps,
-        lower_padding=lowered.lower_padding,
-        dilation=lowered.dilation,
-        layout=LAYOUT_CODES[layout],
+    device: Device,
+) -> Any:
+    return _C.sm90.Config(
+        _C.sm90.rows()[row],
+        problem=conv_problem(lowered, channels, output_channels),
+        layout=_C.Layout[layout],
         aligned=aligned,
-        multiprocessors=max(1, multiprocessors),
+        device=device.compiled,
     )
 
 
-class CutlassSm90(Kernel):
+class CutlassSm90(ForwardKernel):
+    """A row of ``_C.sm90.rows()``."""
+
     provider = "cutlass_sm90"
 
-    def __init__(self, row: _Row) -> None:
+    def __init__(self, index: int, row: Any) -> None:
+        self.index = index
         self.row = row
         self.name = row.name
-        self.precision = _PRECISION_OF_MATH[row.math]
+        self.precision: str = _C.math_traits(row.math).precision
 
-    def _plan(self, problem: Problem, lowered: ForwardConv) -> _C.Sm90Plan:
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        """The schedule of a problem that lowers to one dense convolution."""
+        assert problem.conv is not None
+        lowered = lower(problem.conv, problem.spatial).single()
+        assert isinstance(lowered, Phase)
         strided = problem.layout == "strided"  # copied to contiguous NCHW first
-        return _plan(
-            self.row.index,
+        return _config(
+            self.index,
             problem.channels,
             problem.output_channels,
             lowered,
-            "nhwc" if problem.layout == "nhwc" else "nchw",
+            problem.output_layout,
             strided or problem.aligned,
-            problem.multiprocessors,
+            device,
         )
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
         conv = problem.conv
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
-        common = supports_cuda(problem)
-        if not common:
-            return common
-        if problem.architecture != 90:
-            return Support.no(
-                f"runs on compute capability 9.0, the device has {problem.architecture}"
-            )
-        precise = supports_precision(problem, self.precision)
-        if not precise:
-            return precise
+        for support in (
+            supports_forward(problem, device),
+            supports_hopper(device),
+            supports_precision(problem, self.precision),
+        ):
+            if not support:
+                return support
         if conv.groups != 1:
             return Support.no(f"groups is {conv.groups}, only 1 is served")
-        lowered = lower_unit_stride(conv, problem.spatial)
-        if isinstance(lowered, str):
-            return Support.no(lowered)
+        lowered = lower(conv, problem.spatial).single()
+        if isinstance(lowered, Support):
+            return lowered
         largest = max(math.prod(problem.spatial), math.prod(problem.output_spatial))
         if largest >= 1 << 30:
             return Support.no(f"a sample has {largest} pixels, positions are counted to 2**30")
-        plan = self._plan(problem, lowered)
-        if plan.obstacle:
-            return Support.no(plan.obstacle)
-        return Support.yes()
+        return Support.of(self.config(problem, device).support)
 
-    def cost(self, problem: Problem) -> float:
-        return self.estimate(problem, COSTS)
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
 
-    def estimate(self, problem: Problem, costs: CostConstants) -> float:
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
-        assert problem.conv is not None
-        lowered = lower_unit_stride(problem.conv, problem.spatial)
-        assert isinstance(lowered, ForwardConv)
-        plan = self._plan(problem, lowered)
-        turns = self.row.sharing == _TURNS
-        multiply = plan.stages * plan.stage_taps * costs.step(self.precision) * (1 if turns else 2)
-        rounds = math.ceil(plan.stage_rows / 128)
-        if plan.tensor_copies:
-            turning = rounds * costs.turn + plan.lines * costs.line
+        config = self.config(problem, device)
+        # Warpgroups that take tiles in turns have the tensor cores for themselves meanwhile.
+        shares = 1 if self.row.sharing == _C.sm90.Sharing.ping_pong else 2
+        multiply = config.k_iterations * config.taps_per_stage * costs.step(self.precision) * shares
+        rounds = math.ceil(config.staged_positions / 128)
+        if config.tma:
+            transposing = rounds * costs.transpose + config.input_rows * costs.row
         else:
-            turning = rounds * costs.gather
-        stages = plan.stages * (plan.chunks_per_stage * turning + costs.stage)
-        waves = math.ceil(problem.batch * plan.tiles / max(1, problem.multiprocessors))
+            transposing = rounds * costs.gather
+        staging = config.k_iterations * (config.k_blocks_per_stage * transposing + costs.iteration)
+        waves = math.ceil(problem.batch * config.tiles / max(1, device.multiprocessors))
         # Epilogues are part of what the constants stand for: a term of their own was fitted to 0.
-        nanoseconds = waves * max(multiply, stages)
+        milliseconds = waves * max(multiply, staging) * 1e6 / device.clock_hertz
         size = problem.dtype.itemsize
         output = problem.output_elements * size
         moved = 2 * output
         if problem.layout == "strided":
             moved += 2 * problem.input_elements * size
-        conv = max(
-            nanoseconds * 1e-6,
-            copy_milliseconds(problem.input_elements * size + output, problem.architecture),
-        )
-        launches = 4 * -(-problem.batch // self._chunk(problem, plan))
-        return (
-            conv + copy_milliseconds(moved, problem.architecture) + LAUNCH_MILLISECONDS * launches
-        )
+        conv = max(milliseconds, device.copy_milliseconds(problem.input_elements * size + output))
+        launches = 4 * -(-problem.batch // self._chunk(problem, config))
+        return conv + device.copy_milliseconds(moved) + device.launch_milliseconds * launches
 
-    def _chunk(self, problem: Problem, plan: _C.Sm90Plan) -> int:
+    def _chunk(self, problem: ForwardProblem, config: Any) -> int:
         """Samples per pass over the steps: what fits the scratch limit, one at least."""
-        largest = max(1, min(problem.batch, CHUNK_BYTES // max(1, plan.scratch_bytes_per_sample)))
-        # Chunks of equal size: a short last one would leave the device half empty.
-        return -(-problem.batch // -(-problem.batch // largest))
+        scratch = config.output_bytes_per_sample + config.partial_bytes_per_sample
+        return equal_chunk(problem.batch, CHUNK_BYTES // max(1, scratch))
 
-    def compile(self, problem: Problem) -> Plan:
+    def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         conv = problem.conv
         assert conv is not None
-        lowered = lower_unit_stride(conv, problem.spatial)
-        assert isinstance(lowered, ForwardConv)
-        plan = self._plan(problem, lowered)
-        size = problem.dtype.itemsize
-        norm = problem.norm
-        program = _C.Program(problem.device_index, problem.batch, self._chunk(problem, plan))
-        absent = _C.Operand()
+        config = self.config(problem, device)
+        program = ForwardProgram(problem, device, self._chunk(problem, config))
+        form, steps = program.form, program.compiled
         # A saved convolution output is kept as it is before the activation, which then is applied
         # once for the moments and once more behind them.
-        before = problem.activation_before
-        behind = before if problem.save else "identity"
-        output_sample = problem.output_channels * math.prod(problem.output_spatial)
-        program.sm90_convolution(
-            plan,
-            group_norm_passes(
-                problem,
-                layout="nchw",
-                row_channels=problem.output_channels,
-                activation_before=behind,
-            ),
-            strides=five_strides(conv.weight_strides),
-            activation=ACTIVATION_CODES[before],
-            activates_output=not problem.save,
-            input=program.tensor(INPUT, problem.channels * math.prod(problem.spatial) * size),
-            weight=program.tensor(WEIGHT, 0),
-            bias=program.tensor(BIAS, 0) if conv.bias else absent,
-            **statistics_operands(program, problem),
-            norm_weight=program.tensor(NORM_WEIGHT, 0),
-            norm_bias=program.tensor(NORM_BIAS, 0),
-            output=program.tensor(OUTPUT, output_sample * problem.output_dtype.itemsize),
-            conv_output=program.tensor(CONV_OUTPUT, output_sample * size)
-            if problem.save
-            else absent,
+        behind = form.before if problem.save else "identity"
+        norm = group_norm_problem(
+            problem,
+            ActNormAct(False, behind, form.norm, form.after),
+            input_layout=problem.output_layout,
+            output_layout=problem.output_layout,
         )
+        filter = program.scratch(0, config.filter_bytes)
+        accumulators = program.scratch(config.output_bytes_per_sample)
+        statistics = program.statistics()
+        partials = program.absent
+        if form.norm is not None:
+            partials = program.scratch(config.partial_bytes_per_sample)
+        phase = lower(conv, problem.spatial).single()
+        assert isinstance(phase, Phase)
+        steps.before(
+            _C.sm90.PackFilter(
+                config,
+                source=_C.FilterSource(
+                    c=problem.channels,
+                    k=problem.output_channels,
+                    taps=phase.taps,
+                    strides=five_strides(conv.weight_strides),
+                ),
+                weight=program.weight,
+                filter=filter,
+            )
+        )
+        steps.per_chunk(
+            _C.sm90.Convolve(
+                config,
+                activation=COMPILED[form.before],
+                activates_output=not problem.save,
+                input=program.input,
+                filter=filter,
+                bias=program.bias,
+                output=accumulators,
+                partials=partials,
+            )
+        )
+        if form.norm is not None:
+            steps.per_chunk(
+                _C.sm90.MergeMoments(
+                    config,
+                    problem=norm,
+                    partials=partials,
+                    statistics=statistics,
+                    mean=program.mean,
+                    rstd=program.rstd,
+                )
+            )
+        steps.per_chunk(
+            _C.sm90.Finalize(
+                config,
+                problem=norm,
+                input=accumulators,
+                statistics=statistics,
+                weight=program.norm_weight,
+                bias=program.norm_bias,
+                output=program.output,
+                conv_output=program.conv_output,
+            )
+        )
+        return program.plan(self.name)
 
-        rounding = {"tf32": " (rounded to TF32)", "fp32": " (split in two TF32 parts)"}
-        steps = [CONTIGUOUS_STEP] if problem.layout == "strided" else []
-        steps.append("pack filter" + rounding.get(self.precision, ""))
-        epilogue = [
-            part
-            for part in ("bias" * conv.bias, before, "moments" * (norm is not None))
-            if part not in ("", "identity")
-        ]
-        copies = "tensor copies" if plan.tensor_copies else "loads by element"
-        strips = f", {plan.strips} strips" if plan.strips > 1 else ""
-        source = "nhwc" if problem.layout == "nhwc" else "nchw"
-        steps.append(" + ".join([f"{self.name} ({source}, {copies}{strips})", *epilogue]))
-        if norm is not None:
-            steps.append("merge moments")
-        parts = [behind, "normalize" if norm else "identity", problem.activation_after]
-        name = " + ".join(part for part in parts if part != "identity") or "copy"
-        steps.append(f"{name} (accumulator order -> {problem.output_layout})")
-        if problem.save:
-            steps.append(f"save the convolution's output ({problem.output_layout}, same pass)")
-        if program.chunk < problem.batch:
-            steps.append(f"steps after the first repeat for chunks of {program.chunk} samples")
-        return ProgramPlan(self.name, tuple(steps), problem, program, problem.device_index)
 
-
-def register(registry: Registry) -> None:
-    if not HAS_CUDA:
-        registry.register(NotCompiled("sm90_conv", "cutlass_sm90"))
-        return
-    rows: list[dict[str, Any]] = _C.sm90_rows()
-    for fields in rows:
-        registry.register(CutlassSm90(_Row(**fields)))
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltForward("sm90_conv", "cutlass_sm90")]
+    return [CutlassSm90(index, row) for index, row in enumerate(_C.sm90.rows())]

@@ -1,0 +1,1 @@
+"""Providers that run on CUDA, each a family of compiled kernels."""

@@ -1,0 +1,267 @@
+"""Gradients through activation and GroupNorm on CUDA: one pass on chip, or two over memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import group_norm_problem, supports_compiled
+from fusedconv.kernels.cuda.program import run_program, supports_device
+from fusedconv.layout import dense, dense_strides
+from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.problem import ActNormAct, BackwardProblem, act_norm_act
+from fusedconv.support import Support
+
+# Slots of the pointers that a program of gradients gets, in this order.
+(
+    INPUT,
+    GRAD_OUTPUT,
+    MEAN,
+    RSTD,
+    NORM_WEIGHT,
+    NORM_BIAS,
+    GRAD_INPUT,
+    GRAD_NORM_WEIGHT,
+    GRAD_NORM_BIAS,
+) = range(9)
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled_problem(problem: BackwardProblem) -> Any:
+    """What the epilogue computes, over tensors in the forward output's layout and input's dtype."""
+    forward = problem.forward
+    form = act_norm_act(forward.epilogue)
+    assert isinstance(form, ActNormAct)
+    return group_norm_problem(
+        forward,
+        form,
+        batch=forward.batch,
+        input_layout=forward.output_layout,
+        output_layout=forward.output_layout,
+        output_dtype=forward.dtype,
+    )
+
+
+def wants_input(problem: BackwardProblem) -> bool:
+    """Whether the gradient of what the epilogue reads is asked for, not weight and bias alone."""
+    return bool(problem.gradients & {"conv_output", "input"})
+
+
+class GroupNormBackward(BackwardKernel):
+    """What both ways have in common."""
+
+    provider = "groupnorm_cuda"
+    computes = frozenset({"epilogue"})
+
+    def _config(self, problem: BackwardProblem, device: Device) -> Any:
+        """How the sums are taken; its ``support`` says why they cannot."""
+        raise NotImplementedError
+
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
+        """Appends what leaves the partial sums and the gradient of the input."""
+        raise NotImplementedError
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        support = supports_device(device)
+        if not support:
+            return support
+        if problem.forward.norm is None:
+            return Support.no("computes gradients of GroupNorm; the problem has none")
+        if "residual" in problem.gradients:
+            return Support.no("computes no gradient of a residual")
+        if problem.grad_dtype != problem.forward.dtype:
+            return Support.no(
+                f"the output's gradient is {problem.grad_dtype}, the input {problem.forward.dtype}"
+            )
+        compiled = supports_compiled(problem.forward)
+        return compiled and Support.of(self._config(problem, device).support)
+
+    def compile(self, problem: BackwardProblem, device: Device) -> GroupNormBackwardPlan:
+        return GroupNormBackwardPlan(self, problem, device)
+
+    def build(self, problem: BackwardProblem, device: Device) -> _C.Program:
+        """The program over tensors in the order of the slots."""
+        forward = problem.forward
+        program = _C.Program(device.index, forward.batch, 0)
+        config = self._config(problem, device)
+        compiled = compiled_problem(problem)
+        norm = forward.norm
+        assert norm is not None
+        sample = (
+            forward.output_channels * math.prod(forward.output_spatial) * forward.dtype.itemsize
+        )
+        groups = 4 * norm.groups(forward.output_channels)
+        absent = _C.Operand()
+        partials = program.scratch(0, config.partial_bytes)
+        sums = program.scratch(0, config.sum_bytes)
+        terms = program.scratch(0, config.term_bytes)
+        weight = program.tensor(NORM_WEIGHT, 0)
+        wanted = problem.gradients
+        self._add_steps(
+            program,
+            config,
+            {
+                "problem": compiled,
+                "input": program.tensor(INPUT, sample),
+                "grad_output": program.tensor(GRAD_OUTPUT, sample),
+                "mean": program.tensor(MEAN, groups),
+                "rstd": program.tensor(RSTD, groups),
+                "weight": weight,
+                "bias": program.tensor(NORM_BIAS, 0),
+                "partials": partials,
+                "sums": sums,
+                "terms": terms,
+                "grad_input": program.tensor(GRAD_INPUT, sample)
+                if wants_input(problem)
+                else absent,
+                "grad_weight": program.tensor(GRAD_NORM_WEIGHT, 0)
+                if "norm_weight" in wanted
+                else absent,
+                "grad_bias": program.tensor(GRAD_NORM_BIAS, 0) if "norm_bias" in wanted else absent,
+            },
+        )
+        return program
+
+
+def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
+    """Appends the sums by channel, the groups' terms, and the gradients of weight and bias."""
+    names = ("problem", "weight", "partials", "sums", "terms")
+    program.per_chunk(
+        _C.group_norm.MergeGradientSums(config, **{name: operands[name] for name in names})
+    )
+    if operands["grad_weight"].present or operands["grad_bias"].present:
+        names = ("problem", "sums", "grad_weight", "grad_bias")
+        program.per_chunk(_C.group_norm.AffineGradients(**{name: operands[name] for name in names}))
+
+
+_READ = ("problem", "input", "grad_output", "mean", "rstd", "weight", "bias")
+
+
+class GroupNormBackwardTwoPass(GroupNormBackward):
+    """Sums over the input and the output's gradient, then a second pass over both."""
+
+    name = "groupnorm_backward_two_pass"
+
+    def _config(self, problem: BackwardProblem, device: Device) -> Any:
+        return _C.group_norm.gradient_sums_config(compiled_problem(problem))
+
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
+        read = {name: operands[name] for name in _READ}
+        program.per_chunk(_C.group_norm.GradientSums(config, **read, partials=operands["partials"]))
+        _merge(program, config, operands)
+        if operands["grad_input"].present:
+            program.per_chunk(
+                _C.group_norm.InputGradient(
+                    config, **read, terms=operands["terms"], grad_input=operands["grad_input"]
+                )
+            )
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        trip = forward.output_elements * forward.dtype.itemsize
+        passes = 5.0 if wants_input(problem) else 2.0
+        cached = 2 * trip < device.l2_bytes  # the second pass finds its input there
+        rate = 0.5 if cached else 1.0
+        return 4 * device.launch_milliseconds + device.copy_milliseconds(rate * passes * trip)
+
+
+class GroupNormBackwardStreamed(GroupNormBackward):
+    """The shared memory of all multiprocessors together holds the groups at work."""
+
+    name = "groupnorm_backward_streamed"
+
+    def _config(self, problem: BackwardProblem, device: Device) -> Any:
+        return _C.group_norm.streamed_gradient_config(
+            compiled_problem(problem), aligned=problem.aligned, device=device.compiled
+        )
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        if not wants_input(problem):
+            return Support.no("computes the input's gradient, which is not asked for")
+        return super().supports(problem, device)
+
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
+        program.per_chunk(
+            _C.group_norm.StreamedGradients(
+                config,
+                **{name: operands[name] for name in _READ},
+                grad_input=operands["grad_input"],
+                partials=operands["partials"],
+            )
+        )
+        if operands["grad_weight"].present or operands["grad_bias"].present:
+            _merge(program, config, operands)
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        trip = forward.output_elements * forward.dtype.itemsize
+        return 5.5 * device.launch_milliseconds + device.copy_milliseconds(3.2 * trip)
+
+
+class GroupNormBackwardPlan(BackwardPlan):
+    """One program; tensors of another layout than the forward output's are copied to it first."""
+
+    def __init__(self, kernel: GroupNormBackward, problem: BackwardProblem, device: Device) -> None:
+        forward = problem.forward
+        self.kernel = kernel.name
+        self.problem = problem
+        self._device = device
+        self._program = kernel.build(problem, device)
+        self._layout = forward.output_layout
+        copies = []
+        if problem.grad_layout != self._layout:
+            copies.append(f"torch copy of the output's gradient to {self._layout}")
+        if forward.conv is None and forward.layout == "strided":
+            copies.append("torch copy of the strided input to contiguous NCHW")
+        self.steps = (*copies, *self._program.steps)
+        self._shape = forward.output_shape
+        self._strides = dense_strides(forward.output_shape, self._layout)
+        self._channels = forward.output_channels
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        grad = dense(tensors.grad_output, self._layout)
+        x = dense(tensors.of_epilogue, self._layout)
+        wanted = self.problem.gradients
+        grad_input = None
+        if wants_input(self.problem):
+            grad_input = torch.empty_strided(
+                self._shape, self._strides, dtype=x.dtype, device=x.device
+            )
+
+        def per_channel(name: str) -> Tensor | None:
+            if name not in wanted:
+                return None
+            return x.new_empty(self._channels, dtype=torch.float32)
+
+        weight, bias = tensors.norm_weight, tensors.norm_bias
+        norm_weight, norm_bias = per_channel("norm_weight"), per_channel("norm_bias")
+        run_program(
+            self._program,
+            self._device,
+            (
+                x,
+                grad,
+                tensors.mean,
+                tensors.rstd,
+                None if weight is None else weight.contiguous(),
+                None if bias is None else bias.contiguous(),
+                grad_input,
+                norm_weight,
+                norm_bias,
+            ),
+            x,
+        )
+        found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias)
+        if self.problem.forward.conv is None:
+            return found._replace(input=grad_input)
+        return found._replace(conv_output=grad_input)
+
+
+def kernels() -> list[Kernel]:
+    return [GroupNormBackwardTwoPass(), GroupNormBackwardStreamed()]

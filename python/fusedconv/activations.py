@@ -1,7 +1,8 @@
 """Activations by name, in torch's operators: what they compute and how they differentiate.
 
-A new one is a name here with its two operators, and a struct in cpp/include/fusedconv/activation.hpp
-where compiled kernels are to know it. Until they do, torch's operators compute it.
+A new one is a name here with its two operators, and a struct in
+cpp/include/fusedconv/activation.hpp where compiled kernels are to know it. Until they do, torch's
+operators compute it.
 """
 
 from __future__ import annotations

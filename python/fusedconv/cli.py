@@ -19,11 +19,13 @@ from rich.table import Table
 
 import fusedconv
 from fusedconv import benchmark, hypothetical
+from fusedconv.activations import ACTIVATIONS
+from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.models import SYSTEMS
-from fusedconv.plan import explain_problem
-from fusedconv.problem import ACTIVATIONS, ORDERS
-from fusedconv.registry import FORCE_VARIABLE, forced_kernels, registry
+from fusedconv.problem import GRADIENTS, ORDERS, BackwardProblem, ForwardProblem
+from fusedconv.registry import FORCE_VARIABLE, registry
+from fusedconv.selection import explain_problem, forced_kernels
 from fusedconv.testing import sample_error
 
 
@@ -142,7 +144,7 @@ def _axes(name: str, least: int, default: str) -> Callable[[Any], Any]:
 
 
 def _architecture(context: click.Context, parameter: click.Parameter, value: int) -> int:
-    known = hypothetical.MULTIPROCESSORS
+    known = KNOWN
     if value not in known:
         raise click.BadParameter(f"got {value}, expected one of {', '.join(map(str, known))}")
     return value
@@ -226,6 +228,7 @@ _SOME = click.IntRange(1, _LARGEST)
 @click.option("--num-groups", type=_COUNT, default=8, show_default=True, help="0 for no GroupNorm.")
 @click.option("--activation", type=click.Choice(ACTIVATIONS), default="gelu", show_default=True)
 @click.option("--order", type=click.Choice(ORDERS), default="act_norm", show_default=True)
+@click.option("--gradients", is_flag=True, help="Of training: the backward pass too.")
 @click.pass_context
 def explain(context: click.Context, /, system: str | None, **options: Any) -> None:
     """Which kernel would serve a problem, and why no other. Needs no GPU.
@@ -247,19 +250,40 @@ def explain(context: click.Context, /, system: str | None, **options: Any) -> No
             f"got {len(options['spatial'])} axes, expected one, two or three for a convolution",
             param_hint="'--spatial'",
         )
-    device = options["device"]
-    precision = options.pop("precision") or ("tf32" if device == "cuda" else "fp32")
+    precision = options.pop("precision") or ("tf32" if options["device"] == "cuda" else "fp32")
+    architecture, gradients = options.pop("arch"), options.pop("gradients")
+    device = KNOWN[architecture] if options["device"] == "cuda" else PROCESSOR
     with _naming_options():
         problem = hypothetical.problem(
-            architecture=options.pop("arch"),
             dtype=benchmark.DTYPES[precision],
             precision=precision,
             channels=options.pop("in_channels"),
             out_channels=options.pop("out_channels") or None,
             num_groups=options.pop("num_groups") or None,
+            save=gradients,
             **options,
         )
-    click.echo(str(explain_problem(problem)))
+    click.echo(str(explain_problem(problem, device)))
+    if gradients:
+        click.echo(str(explain_problem(_backward(problem), device)))
+
+
+def _backward(forward: ForwardProblem) -> BackwardProblem:
+    """Every gradient of a problem, of an output gradient that lies as the output does."""
+    absent = {"conv_output", "residual"}
+    if forward.conv is None:
+        absent |= {"weight", "bias"}
+    if not forward.bias:
+        absent |= {"bias"}
+    if forward.norm is None:
+        absent |= {"norm_weight", "norm_bias"}
+    return BackwardProblem.of(
+        forward,
+        grad_dtype=forward.output_dtype,
+        grad_layout=forward.output_layout,
+        aligned=True,
+        gradients=set(GRADIENTS) - absent,
+    )
 
 
 def _demo_input(

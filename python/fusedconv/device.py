@@ -1,4 +1,4 @@
-"""What choosing a kernel depends on of a device: a record that may describe one that is not here."""
+"""What choosing a kernel depends on of a device: a record, which may be of one that is not here."""
 
 from __future__ import annotations
 

@@ -136,22 +136,9 @@ def conv_transpose_act_norm(
         input, weight = _lowered(input, low), _lowered(weight, low)
         bias = None if bias is None else _lowered(bias, low)
         if device != "cuda":
+            stages = (name, order, num_groups or 0, norm_weight, norm_bias, eps)
             return _composed_under_autocast(
-                ops.ConvCall(
-                    input,
-                    weight,
-                    bias,
-                    *geometry,
-                    groups,
-                    name,
-                    order,
-                    num_groups or 0,
-                    norm_weight,
-                    norm_bias,
-                    eps,
-                    None,
-                    None,
-                )  # fmt: skip
+                ops.ConvCall(input, weight, bias, *geometry, groups, *stages, None, None)
             )
         output_dtype = torch.float32 if num_groups is not None else None
         if input.dtype != torch.float32:

@@ -51,7 +51,8 @@ def problem(
 ) -> ForwardProblem:
     """The problem of ``fusedconv.functional``'s call with these arguments and dense tensors.
 
-    ``device`` is "cuda" or "cpu", ``layout`` "nchw" or "nhwc". ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
+    ``device`` is "cuda" or "cpu", ``layout`` "nchw" or "nhwc".
+    ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
     which has weight and bias of the input's dtype.
 
     Raises ValueError or TypeError as the call does: ``name: got ..., expected ...``.

@@ -46,8 +46,8 @@ class Residual:
 
 @dataclass(frozen=True)
 class Activation:
-    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity"; ``parameter`` is
-    the one that some activations have, such as a slope."""
+    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity"; ``parameter``
+    is the one that some activations have, such as a slope."""
 
     name: str
     parameter: float | None = None
@@ -191,8 +191,8 @@ class ForwardProblem:
     """One forward pass: an optional transposed convolution and an epilogue of ordered stages.
 
     ``layout`` is the input's: "nchw" dense channels first, "nhwc" dense channels last, "strided"
-    anything else. ``aligned`` says that the input's address is a multiple of 16 bytes. ``save`` asks
-    for the tensors that a backward pass needs.
+    anything else. ``aligned`` says that the input's address is a multiple of 16 bytes. ``save``
+    asks for the tensors that a backward pass needs.
 
     Raises ValueError where the stages cannot be: more than one bias, residual or normalisation, a
     bias that is not the first, or one without a convolution.
@@ -309,9 +309,9 @@ class BackwardProblem:
     gradient; ``aligned`` says that its address and those of the saved tensors are multiples of 16
     bytes.
 
-    Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of the
-    input, where there is no convolution), norm weight, norm bias and residual; "input", "weight" and
-    "bias" are the convolution's.
+    Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of
+    the input, where there is no convolution), norm weight, norm bias and residual; "input",
+    "weight" and "bias" are the convolution's.
     """
 
     forward: ForwardProblem

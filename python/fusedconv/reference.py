@@ -1,4 +1,4 @@
-"""Every problem in torch's own operators: what kernels are held against, and what serves the rest."""
+"""Every problem in torch's own operators: what kernels are held against, and what is left."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.timing import Clock
 from fusedconv.models import SYSTEMS, System
-from fusedconv.plan import explain_problem
-from fusedconv.problem import Problem
+from fusedconv.recording import Composition
 from fusedconv.recording import record as plan_record
+from fusedconv.selection import explain_problem
 from fusedconv.testing import sample_error
 
 _L2_BYTES = 128 << 20  # inputs rotate over at least this much
@@ -70,8 +70,8 @@ def kernel_name(model: nn.Module, x: Tensor) -> str:
     """The kernels of ours that a forward pass without gradients runs."""
     with torch.no_grad(), plan_record.recording() as calls:
         model(x)
-    problems = dict.fromkeys(call for call in calls if isinstance(call, Problem))
-    return "+".join(explain_problem(problem).kernel for problem in problems)
+    asked = dict.fromkeys(call for call in calls if not isinstance(call, Composition))
+    return "+".join(explain_problem(*call).kernel for call in asked)
 
 
 @dataclass(frozen=True)

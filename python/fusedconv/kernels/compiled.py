@@ -65,8 +65,8 @@ def group_norm_problem(
 ) -> _C.GroupNormProblem:
     """The part of a problem behind its convolution, over a tensor of the given layout.
 
-    ``batch`` 0 leaves it to the program; ``row_channels`` is how many channels a channels-last pixel
-    of the input has, 0 for the problem's. Dtypes are the problem's where they are not given.
+    ``batch`` 0 leaves it to the program; ``row_channels`` is how many channels a channels-last
+    pixel of the input has, 0 for the problem's. Dtypes are the problem's where they are not given.
     """
     norm = form.norm
     channels = problem.output_channels

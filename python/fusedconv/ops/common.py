@@ -164,8 +164,8 @@ def register_gradients(
     setup_context: Callable[..., Any],
     in_torch: Callable[..., Any],
 ) -> None:
-    """What torch.library.register_autograd does, but that ``in_torch``, the operator in
-    torch's own, stands in where a transform or a tangent asks for what ``backward`` does not give."""
+    """What torch.library.register_autograd does, but that ``in_torch``, the operator in torch's
+    own, stands in where a transform or a tangent asks for what ``backward`` does not give."""
     operator = getattr(torch.ops.fusedconv, name).default
     generated = make_autograd_impl(
         operator, SimpleNamespace(_backward_fn=backward, _setup_context_fn=setup_context)

@@ -93,9 +93,8 @@ class GroupNormBackward(BackwardKernel):
         compiled = compiled_problem(problem)
         norm = forward.norm
         assert norm is not None
-        sample = (
-            forward.output_channels * math.prod(forward.output_spatial) * forward.dtype.itemsize
-        )
+        elements = forward.output_channels * math.prod(forward.output_spatial)
+        sample = elements * forward.dtype.itemsize
         groups = 4 * norm.groups(forward.output_channels)
         absent = _C.Operand()
         partials = program.scratch(0, config.partial_bytes)

@@ -8,27 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import geometry_of
 from reference import CONVOLUTIONS
 from torch.nn import functional as F
 
-from fusedconv import ConvTransposeGeometry
 from fusedconv.lowering import ForwardConv, lower_unit_stride
-
-
-def geometry(weight, padding, output_padding, dilation, stride=None):
-    axes = weight.dim() - 2
-    return ConvTransposeGeometry(
-        in_channels=weight.shape[0],
-        out_channels=weight.shape[1],
-        kernel_size=tuple(weight.shape[2:]),
-        stride=stride or (1,) * axes,
-        padding=padding,
-        output_padding=output_padding,
-        dilation=dilation,
-        groups=1,
-        bias=False,
-        weight_strides=tuple(weight.stride()),
-    )
 
 
 def forward_conv(lowered: ForwardConv, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -82,7 +66,8 @@ def test_equals_the_transposed_convolution(axes, batch, channels, out_channels, 
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, channels, *spatial, dtype=torch.float64, generator=generator)
     weight = torch.randn(channels, out_channels, *kernel, dtype=torch.float64, generator=generator)
-    lowered = lower_unit_stride(geometry(weight, padding, extra, dilation), spatial)
+    geometry = geometry_of(weight, padding=padding, output_padding=extra, dilation=dilation)
+    lowered = lower_unit_stride(geometry, spatial)
     assert isinstance(lowered, ForwardConv)
     expected = CONVOLUTIONS[len(axes)](x, weight, None, 1, padding, extra, 1, dilation)
     torch.testing.assert_close(forward_conv(lowered, x, weight), expected, rtol=1e-12, atol=1e-12)
@@ -102,7 +87,7 @@ def test_equals_the_transposed_convolution(axes, batch, channels, out_channels, 
 def test_equals_the_transposed_convolution_at_chosen_sizes(spatial, kernel, padding, dilation):
     x = torch.randn(2, 5, *spatial, dtype=torch.float64)
     weight = torch.randn(5, 3, *kernel, dtype=torch.float64)
-    lowered = lower_unit_stride(geometry(weight, padding, (0,) * len(kernel), dilation), spatial)
+    lowered = lower_unit_stride(geometry_of(weight, padding=padding, dilation=dilation), spatial)
     assert isinstance(lowered, ForwardConv)
     expected = CONVOLUTIONS[len(kernel)](x, weight, None, 1, padding, 0, 1, dilation)
     torch.testing.assert_close(forward_conv(lowered, x, weight), expected, rtol=1e-12, atol=1e-12)
@@ -112,7 +97,8 @@ def test_equals_the_transposed_convolution_at_chosen_sizes(spatial, kernel, padd
 def test_missing_axes_have_extent_one(axes):
     spatial, kernel, padding, extra, dilation = map(tuple, zip(*axes, strict=True))
     weight = torch.empty(1, 1, *kernel)
-    lowered = lower_unit_stride(geometry(weight, padding, extra, dilation), spatial)
+    geometry = geometry_of(weight, padding=padding, output_padding=extra, dilation=dilation)
+    lowered = lower_unit_stride(geometry, spatial)
     assert isinstance(lowered, ForwardConv)
     missing = 3 - len(axes)
     neutral = {"input": 1, "output": 1, "taps": 1, "lower_padding": 0, "dilation": 1}
@@ -125,22 +111,22 @@ def test_missing_axes_have_extent_one(axes):
 
 def test_a_stride_is_refused_with_a_reason():
     weight = torch.empty(2, 2, 3, 3)
-    refused = lower_unit_stride(geometry(weight, (0, 0), (0, 0), (1, 1), stride=(1, 2)), (4, 4))
+    refused = lower_unit_stride(geometry_of(weight, stride=(1, 2)), (4, 4))
     assert isinstance(refused, str)
     assert "stride is (1, 2)" in refused
 
 
 def test_padding_that_would_crop_the_input_is_refused_with_a_reason():
     weight = torch.empty(2, 2, 3, 3)
-    at_the_limit = lower_unit_stride(geometry(weight, (2, 4), (0, 0), (1, 2)), (9, 9))
+    at_the_limit = lower_unit_stride(geometry_of(weight, padding=(2, 4), dilation=(1, 2)), (9, 9))
     assert isinstance(at_the_limit, ForwardConv)
-    refused = lower_unit_stride(geometry(weight, (2, 5), (0, 0), (1, 2)), (9, 9))
+    refused = lower_unit_stride(geometry_of(weight, padding=(2, 5), dilation=(1, 2)), (9, 9))
     assert isinstance(refused, str)
     assert "padding (2, 5)" in refused
 
 
 def test_lowered_convolution_is_hashable():
     weight = torch.empty(2, 2, 3)
-    one = lower_unit_stride(geometry(weight, (0,), (0,), (1,)), (4,))
-    assert one == lower_unit_stride(geometry(weight, (0,), (0,), (1,)), (4,))
-    assert hash(one) == hash(lower_unit_stride(geometry(weight, (0,), (0,), (1,)), (4,)))
+    one = lower_unit_stride(geometry_of(weight), (4,))
+    assert one == lower_unit_stride(geometry_of(weight), (4,))
+    assert hash(one) == hash(lower_unit_stride(geometry_of(weight), (4,)))

@@ -193,18 +193,15 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
         bias = torch.randn(case["out"], device="cuda").to(dtype) if case["bias"] else None
         scale, shift = (torch.randn(case["out"], device="cuda").to(dtype) for _ in range(2))
 
-        def run(x, weight, bias, scale, shift, case=case):
-            return composition(
-                x,
-                weight,
-                bias,
-                padding=case["padding"],
-                dilation=case["dilation"],
-                activation=case["activation"],
-                num_groups=case["groups"],
-                norm_weight=scale,
-                norm_bias=shift,
-            )
+        keywords = dict(
+            padding=case["padding"],
+            dilation=case["dilation"],
+            activation=case["activation"],
+            num_groups=case["groups"],
+        )
+
+        def run(x, weight, bias, scale, shift, keywords=keywords):
+            return composition(x, weight, bias, norm_weight=scale, norm_bias=shift, **keywords)
 
         poison()
         try:
@@ -212,13 +209,10 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
                 x,
                 weight,
                 bias,
-                padding=case["padding"],
-                dilation=case["dilation"],
-                activation=case["activation"],
-                num_groups=case["groups"],
                 norm_weight=scale,
                 norm_bias=shift,
                 precision=precision if dtype is torch.float32 else None,
+                **keywords,
             )
         except fusedconv.NoKernelError:
             continue  # the row's filter or stages do not fit; other problems follow

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedconv import testing
+
 #: What an argument ``activation`` may be, and torch's operator for it.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
@@ -84,11 +86,15 @@ def conv_transpose_act_norm(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference relative to the expected norm, in fp64."""
-    actual, expected = actual.detach().double(), expected.detach().double()
+    """The norm of the difference relative to the expected norm, in fp64; shapes must be equal."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    scale = expected.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return float((actual - expected).norm() / scale)
+    return testing.relative_error(actual, expected)
+
+
+def cotangent(output: Tensor) -> Tensor:
+    """A gradient for an output that is not constant: constant ones hide mistakes of GroupNorm's."""
+    values = torch.linspace(-1, 2, output.numel(), dtype=torch.float64, device=output.device)
+    return values.reshape(output.shape).to(output.dtype)
 
 
 def assert_as_accurate_as_torch(
@@ -136,3 +142,11 @@ def memory_at(x: Tensor, remainder: int) -> Tensor:
 def misaligned(x: Tensor) -> Tensor:
     """The same values, contiguous, at an address that is no multiple of 16 bytes."""
     return memory_at(x, x.element_size())
+
+
+#: Functions that put an input's values into memory of each layout.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "nchw": lambda x: x,
+    "nhwc": channels_last,
+    "strided": strided,
+}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+from checkout import ROOT
+
+FOLDER = ROOT / "benchmarks"
 
 
 def script(name: str) -> ModuleType:

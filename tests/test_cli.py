@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
+from processes import python
 from rich.console import Console
 
 import fusedconv
@@ -221,13 +219,7 @@ def test_the_package_is_a_command():
         (["list"], 0, "cpu_group_norm"),
         (["explain", "--stride", "0"], 2, "Usage: fusedconv explain"),
     ):
-        result = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "fusedconv", *arguments],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "COLUMNS": "140"},
-            check=False,
-        )
+        result = python("-W", "error", "-m", "fusedconv", *arguments, COLUMNS="140")
         assert result.returncode == code, result.stderr
         assert text in result.stdout + result.stderr
         assert "Traceback" not in result.stderr

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
+from problems import explained
+from processes import python
+from reference import cotangent
 from systems import SMALL, pair, perturbed
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -36,12 +36,8 @@ def _forgotten_reasons():
     composing._log.cache_clear()
 
 
-def explanations(module, *args, **kwargs):
-    return fusedconv.explain(module, *args, file=io.StringIO(), **kwargs)
-
-
 def composition_of(module, *args, **kwargs) -> Composition:
-    (first, *_) = explanations(module, *args, **kwargs)
+    (first, *_) = explained(module, *args, **kwargs)
     assert isinstance(first, Composition), first
     return first
 
@@ -52,7 +48,7 @@ def assert_composes(model, original, x, reason):
     for module in (model, original):
         inputs = x.clone().requires_grad_()
         output = module(inputs)
-        output.backward(torch.linspace(-1, 2, output.numel()).reshape(output.shape))
+        output.backward(cotangent(output))
         results.append([output, inputs.grad, *(p.grad for p in module.parameters())])
     for ours, torchs in zip(*results, strict=True):
         assert (ours is None) == (torchs is None)
@@ -96,7 +92,7 @@ def test_hooks_on_children_run(name, child, kind):
     for handle in handles:
         handle.remove()
     assert torch.equal(model(x), plain)
-    assert not any(isinstance(e, Composition) for e in explanations(model, x))
+    assert not any(isinstance(e, Composition) for e in explained(model, x))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_hooks_on_all_modules_see_the_children(name, register):
         handle = register(hook)
         try:
             module(x.clone().requires_grad_()).sum().backward()
-            reason = explanations(module, x)
+            reason = explained(module, x)
         finally:
             handle.remove()
         calls[:] = [call for call in calls if call not in ("Model", "ModelNew")]
@@ -128,7 +124,7 @@ def test_hooks_on_all_modules_see_the_children(name, register):
             assert reason[0].reason == "hooks on all modules are registered"
     assert seen[model] == seen[original]
     assert len(seen[model]) >= len(CHILDREN[name])
-    assert not isinstance(explanations(model, x)[0], Composition)
+    assert not isinstance(explained(model, x)[0], Composition)
 
 
 def replacement(name: str, child: str) -> nn.Module:
@@ -231,7 +227,7 @@ def test_parametrised_children_stay_fused(name):
             module.get_submodule(CHILDREN[name][0]), "weight", Doubled()
         )
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-5)
-    assert not isinstance(explanations(model, x)[0], Composition)
+    assert not isinstance(explained(model, x)[0], Composition)
     model.get_submodule(CHILDREN[name][0]).register_forward_hook(doubling)
     original.get_submodule(CHILDREN[name][0]).register_forward_hook(doubling)
     assert_composes(model, original, x, "has forward hooks")
@@ -260,9 +256,7 @@ print(fusedconv.explain(model, x)[0].reason)
 
 
 def test_a_forward_replaced_before_the_import_is_called():
-    done = subprocess.run(
-        [sys.executable, "-c", REPLACED_BEFORE], capture_output=True, text=True, check=False
-    )
+    done = python("-c", REPLACED_BEFORE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "torch.nn.GroupNorm.forward has been replaced"
 
@@ -308,7 +302,7 @@ def test_a_norm_of_ours_inside_is_called_and_explained():
     norm.load_state_dict(module.group_norm.state_dict())
     module.group_norm = norm
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
-    composition, explanation = explanations(module, x)
+    composition, explanation = explained(module, x)
     assert "group_norm is fusedconv.modules.GroupNorm" in composition.reason
     assert explanation.problem.norm is not None and explanation.problem.conv is None
 
@@ -379,7 +373,7 @@ def test_copies_replicas_and_swapped_parameters_stay_fused(name):
     swapped = {key: 2 * value for key, value in model.state_dict().items()}
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), replica_of(model)):
         assert torch.equal(other(x), expected)
-        assert not isinstance(explanations(other, x)[0], Composition)
+        assert not isinstance(explained(other, x)[0], Composition)
     torch.testing.assert_close(
         torch.func.functional_call(model, swapped, (x,)),
         torch.func.functional_call(original, swapped, (x,)),
@@ -390,7 +384,7 @@ def test_copies_replicas_and_swapped_parameters_stay_fused(name):
     assert all(p.grad is not None for p in model.parameters())
     half = copy.deepcopy(model).half()
     assert half(x.half()).dtype == torch.float16
-    assert not isinstance(explanations(half, x.half())[0], Composition)
+    assert not isinstance(explained(half, x.half())[0], Composition)
 
 
 def test_hooks_on_the_drop_in_itself_run_and_leave_it_fused():
@@ -399,7 +393,7 @@ def test_hooks_on_the_drop_in_itself_run_and_leave_it_fused():
     model.register_forward_pre_hook(lambda module, args: (args[0],))
     model.register_forward_hook(doubling)
     assert torch.equal(model(x), 2 * expected)
-    assert not isinstance(explanations(model, x)[0], Composition)
+    assert not isinstance(explained(model, x)[0], Composition)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from systems import MODULES
 from torch import nn
 
 from fusedconv import (
-    ConvTransposeActNorm1d,
     ConvTransposeActNorm2d,
-    ConvTransposeActNorm3d,
     GroupNorm,
 )
 from fusedconv.models import SYSTEMS
 
-MODULES = {1: ConvTransposeActNorm1d, 2: ConvTransposeActNorm2d, 3: ConvTransposeActNorm3d}
 CONV = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 NORM = {"num_groups": 2, "num_channels": 4}
 SYSTEM1 = {

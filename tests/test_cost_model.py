@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import random
 
 import pytest
+from problems import explained
 from scripts import script
 
 import fusedconv
@@ -107,7 +107,7 @@ def test_the_choice_is_good_on_measured_times():
 
 
 def chosen_precision(shape) -> str:
-    kernel = fusedconv.explain(shape.problem(), file=io.StringIO())[0].kernel
+    kernel = explained(shape.problem())[0].kernel
     return "fp32" if "tf32x3" in kernel else "tf32"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import explained
 from reference import (
     ACTIVATIONS,
     FLOOR,
@@ -24,7 +23,7 @@ import fusedconv
 from fusedconv.functional import group_norm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-LAYOUTS = {"nchw": lambda x: x, "nhwc": channels_last, "strided": strided, "odd": misaligned}
+LAYOUTS = {**reference.LAYOUTS, "odd": misaligned}
 
 #: (shape, groups): one, three and four channels a group, one group, one pixel, sizes that no vector
 #: divides, no spatial axes, up to four, and enough elements for several threads and chunks.
@@ -465,7 +464,7 @@ def test_behind_torchs_convolution():
 def test_a_copy_is_a_visible_step():
     x = values((2, 6, 5, 7), torch.float32)
     for place, copies in ((lambda t: t, False), (channels_last, False), (strided, True)):
-        (one,) = fusedconv.explain(group_norm, place(x), 3, activation="relu", file=io.StringIO())
+        (one,) = explained(group_norm, place(x), 3, activation="relu")
         assert any("copy" in step for step in one.steps) == copies
         assert "fused relu + group_norm" in one.steps[-1]
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import threading
 
 import torch
+from problems import explained
 
-from fusedconv import explain, functional
-
-
-def explained(function):
-    return explain(function, file=io.StringIO())
+from fusedconv import functional
 
 
 def test_equal_calls_are_explained_once_in_their_order():

@@ -10,29 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference import TORCH_SCRIPTS
+from reference import TORCH_SCRIPTS, channels_last, relative_error
+from reference import conv_transpose_act_norm as composition
 from torch import nn
 from torch.nn import functional as F
 
 import fusedconv
+from fusedconv.benchmark import DTYPES, PRECISIONS
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.models import SYSTEMS
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
-
-DTYPES = {
-    "tf32": torch.float32,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-PRECISIONS = tuple(DTYPES)
-
-
-def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    actual, reference = actual.detach().double(), reference.detach().double()
-    return float((actual - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
 def poison(num_bytes: int = 64 << 20) -> None:
@@ -96,7 +85,7 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
             torch.manual_seed(number)
             x = torch.randn(batch, channels, *spatial, device="cuda", dtype=dtype)
             if layout == "nhwc":
-                x = x.contiguous(memory_format=_channels_last(x))
+                x = channels_last(x)
             weight = torch.randn(channels, out, *kernel_size, device="cuda", dtype=dtype) * 0.2
             bias = torch.randn(out, device="cuda", dtype=dtype) if has_bias else None
             arguments = dict(padding=padding, dilation=dilation)
@@ -198,26 +187,21 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
         case = random_problem(generator)
         x = torch.randn(case["batch"], case["channels"], *case["spatial"], device="cuda").to(dtype)
         if case["layout"] == "nhwc":
-            x = x.contiguous(memory_format=_channels_last(x))
+            x = channels_last(x)
         weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
         weight = (weight / (case["channels"] * math.prod(case["kernel"])) ** 0.5).to(dtype)
         bias = torch.randn(case["out"], device="cuda").to(dtype) if case["bias"] else None
         scale, shift = (torch.randn(case["out"], device="cuda").to(dtype) for _ in range(2))
 
-        def run(x, weight, bias, scale, shift, case=case):
-            arguments = dict(padding=case["padding"], dilation=case["dilation"])
-            conv = F.conv_transpose2d if x.dim() == 4 else F.conv_transpose3d
-            output = conv(x, weight, bias, **arguments)
-            activations = {
-                None: nn.Identity(),
-                "relu": F.relu,
-                "gelu": F.gelu,
-                "silu": F.silu,
-                "gelu_tanh": nn.GELU(approximate="tanh"),
-            }
-            return F.group_norm(
-                activations[case["activation"]](output), case["groups"], scale, shift
-            )
+        keywords = dict(
+            padding=case["padding"],
+            dilation=case["dilation"],
+            activation=case["activation"],
+            num_groups=case["groups"],
+        )
+
+        def run(x, weight, bias, scale, shift, keywords=keywords):
+            return composition(x, weight, bias, norm_weight=scale, norm_bias=shift, **keywords)
 
         poison()
         try:
@@ -225,13 +209,10 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
                 x,
                 weight,
                 bias,
-                padding=case["padding"],
-                dilation=case["dilation"],
-                activation=case["activation"],
-                num_groups=case["groups"],
                 norm_weight=scale,
                 norm_bias=shift,
                 precision=precision if dtype is torch.float32 else None,
+                **keywords,
             )
         except fusedconv.NoKernelError:
             continue  # the row's filter or stages do not fit; other problems follow
@@ -254,10 +235,6 @@ def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).reshape(x.shape)
 
 
-def _channels_last(x: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-
-
 def _serves(kernel, precision: str) -> bool:
     return {"tf32": (0, 1), "fp32": (2,), "fp16": (3,), "bf16": (4,)}[precision].count(
         kernel.row.math
@@ -266,7 +243,7 @@ def _serves(kernel, precision: str) -> bool:
 
 def _inputs(shape, dtype, layout):
     x = torch.rand(shape, device="cuda", dtype=torch.float32).to(dtype)
-    return x.contiguous(memory_format=_channels_last(x)) if layout == "nhwc" else x
+    return channels_last(x) if layout == "nhwc" else x
 
 
 def _pair(system, dtype, layout):

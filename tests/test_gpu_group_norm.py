@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
-from test_gpu_conv import _channels_last, poison, relative_error
+from reference import channels_last, relative_error
+from reference import group_norm as eager
+from test_gpu_conv import poison
 from torch.nn import functional as F
 
 import fusedconv
@@ -89,19 +91,6 @@ def serves(
     return math.ceil(chunks / blocks) < slots
 
 
-def eager(x, groups, weight, bias, activation, order):
-    act = {
-        None: lambda t: t,
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-        "silu": F.silu,
-    }[activation]
-    if order == "act_norm":
-        return F.group_norm(act(x), groups, weight, bias)
-    return act(F.group_norm(x, groups, weight, bias))
-
-
 @pytest.mark.parametrize("dtype", FLOOR, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shape", "groups", "layout"), with_layouts(CASES), ids=str)
@@ -110,7 +99,7 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
     monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
     x = (torch.randn(shape, device="cuda") * 2 + 0.5).to(dtype)
     if layout == "nhwc":
-        x = x.contiguous(memory_format=_channels_last(x))
+        x = channels_last(x)
     served = serves(
         kernel,
         shape,
@@ -136,8 +125,8 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
         poison()
         actual = group_norm(x, groups, weight, bias, activation=activation, order=order)
         double = [None if t is None else t.double() for t in (weight, bias)]
-        reference = eager(x.double(), groups, *double, activation, order)
-        torchs = eager(x, groups, weight, bias, activation, order)
+        reference = eager(x.double(), groups, *double, activation=activation, order=order)
+        torchs = eager(x, groups, weight, bias, activation=activation, order=order)
         assert actual.stride() == x.stride()
         error, limit = relative_error(actual, reference), relative_error(torchs, reference)
         assert error <= 1.1 * limit + FLOOR[dtype], (affine, activation, order, error, limit)
@@ -281,7 +270,7 @@ def test_gradients_against_fp64(shape, groups, layout, dtype):
     torch.manual_seed(sum(shape))
     x = (torch.randn(shape, device="cuda") + 0.3).to(dtype)
     if layout == "nhwc":
-        x = x.contiguous(memory_format=_channels_last(x))
+        x = channels_last(x)
     for activation, order, affine in (
         (None, "act_norm", True),
         ("gelu", "act_norm", True),
@@ -306,7 +295,7 @@ def test_gradients_against_fp64(shape, groups, layout, dtype):
 
         def composed(value, *affine, activation=activation, order=order):
             weight, bias = affine or (None, None)
-            return eager(value, groups, weight, bias, activation, order)
+            return eager(value, groups, weight, bias, activation=activation, order=order)
 
         def ours(value, *affine, activation=activation, order=order):
             weight, bias = affine or (None, None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_gpu_conv import _channels_last
+from problems import problem
+from reference import channels_last
 from test_gpu_group_norm import CASES, FLOOR, KERNELS, LARGE_CASES, serves, with_layouts
 
 import fusedconv
-from fusedconv.problem import NormGeometry, Problem, layout_of
+from fusedconv.problem import NormGeometry, layout_of
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.skipif(
@@ -25,22 +26,19 @@ def test_kernels_serve_what_their_conditions_say(name, architecture):
         for dtype in FLOOR:
             x = torch.empty(shape, device="meta", dtype=dtype)
             if layout == "nhwc":
-                x = x.contiguous(memory_format=_channels_last(x))
-            problem = Problem(
+                x = channels_last(x)
+            asked = problem(
                 device="cuda",
-                device_index=0,
                 architecture=architecture,
                 multiprocessors=132,
                 dtype=dtype,
                 output_dtype=dtype,
-                precision="fp32",
                 layout=layout_of(shape, x.stride()),
-                aligned=True,
                 batch=shape[0],
                 channels=shape[1],
                 spatial=shape[2:],
                 activation="identity",
-                order="act_norm",
+                conv=None,
                 norm=NormGeometry(groups, 1e-5, weight=False, bias=False, affine_dtype=None),
             )
             expected = serves(
@@ -52,7 +50,7 @@ def test_kernels_serve_what_their_conditions_say(name, architecture):
                 capability=divmod(architecture, 10),
                 multiprocessors=132,
             )
-            support = kernel.supports(problem)
+            support = kernel.supports(asked)
             assert bool(support) == expected, (shape, groups, dtype, layout, support.reason)
             answers.append(expected)
     if name == "groupnorm_streamed" and architecture < 90:

@@ -27,7 +27,29 @@ class Tagged(torch.Tensor):
 
 
 class Watching(TorchDispatchMode):
+    """Lets every operator be, and records it."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Lets every function be, and records it with its keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def called(self):
+        return {function for function, _ in self.calls}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls.append((function, kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -155,30 +177,36 @@ def test_function_modes_get_every_argument(name):
     call, shapes = CALLS[name]
     tensors = [torch.randn(shape) for shape in shapes]
     expected = call(*tensors)
-    seen = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Functions():
+    with Functions() as mode:
         torch.testing.assert_close(call(*tensors), expected, rtol=0, atol=0)
-    assert getattr(functional, name) in seen
+    assert getattr(functional, name) in mode.called()
 
 
 def test_function_modes_get_the_precision():
-    seen = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is functional.conv_transpose_act_norm:
-                seen.append(kwargs["precision"])
-            return function(*args, **(kwargs or {}))
-
     for precision in (None, "fp32", "tf32"):
-        with Functions():
+        with Functions() as mode:
             functional.conv_transpose_act_norm(
                 torch.randn(1, 2, 3), torch.randn(2, 2, 2), precision=precision
             )
-    assert seen == [None, "fp32", "tf32"]
+        assert [
+            keywords["precision"]
+            for function, keywords in mode.calls
+            if function is functional.conv_transpose_act_norm
+        ] == [precision]
+
+
+def test_subclasses_and_modes_see_the_operator():
+    x, weight = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3)
+    with Functions() as functions:
+        functional.group_norm(x, 2)
+        functional.conv_transpose_act_norm(x, weight)
+    assert {functional.group_norm, functional.conv_transpose_act_norm} <= functions.called()
+    with Watching() as operators:
+        functional.group_norm(x, 2)
+        functional.conv_transpose_act_norm(x, weight, num_groups=2)
+    assert {
+        "fusedconv.group_norm.default",
+        "fusedconv.conv_transpose_act_norm.default",
+    } <= operators.called
+    tagged = functional.group_norm(x.as_subclass(Tagged), 2)
+    torch.testing.assert_close(tagged.as_subclass(torch.Tensor), functional.group_norm(x, 2))

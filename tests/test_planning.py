@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from problems import explained
 from reference import misaligned, strided
 
-from fusedconv import clear_cache
+from fusedconv import clear_cache, functional
 from fusedconv.ops import planning
 
 
@@ -195,3 +196,62 @@ def test_precision_is_resolved_before_the_key(requested, monkeypatch):
     monkeypatch.setattr(planning, "resolve_precision", switches)
     assert planning.conv_plan(**CONV).problem.precision == requested
     assert resolved[:1] == [None]
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def test_other_weight_strides_are_another_problem():
+    seen = []
+    x, weight = torch.randn(2, 4, 5, 5), torch.randn(4, 6, 3, 3)
+    for other in (weight, weight.to(memory_format=torch.channels_last), weight):
+        functional.conv_transpose_act_norm(x, other, num_groups=2)
+        (explanation,) = explained(functional.conv_transpose_act_norm, x, other, num_groups=2)
+        seen.append(explanation.problem.conv.weight_strides)
+    assert seen == [(54, 9, 3, 1), (54, 1, 18, 6), (54, 9, 3, 1)]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The problems that a plan was looked for outside the cache."""
+    problems = []
+    plan_for = planning.plan_for
+
+    def recorded(problem, key=None):
+        problems.append(problem)
+        return plan_for(problem, key)
+
+    monkeypatch.setattr(planning, "plan_for", recorded)
+    return problems
+
+
+@pytest.mark.parametrize("tensor", ["input", "weight", "bias", "norm_weight", "norm_bias"])
+def test_a_cached_plan_is_of_the_same_strides(tensor, planned):
+    """Each tensor's strides are in the key of the cache."""
+    tensors = {
+        "input": torch.randn(2, 4, 5, 6),
+        "weight": torch.randn(4, 6, 3, 2),
+        "bias": torch.randn(6),
+        "norm_weight": torch.randn(6),
+        "norm_bias": torch.randn(6),
+    }
+    expected = functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    assert len(planned) == 1
+    tensors[tensor] = strided(tensors[tensor])
+    actual = functional.conv_transpose_act_norm(**tensors, num_groups=2)
+    torch.testing.assert_close(actual, expected)
+    assert len(planned) == 2
+
+
+def test_a_cached_plan_is_of_the_same_alignment(planned):
+    x = torch.randn(2, 4, 5, 6)
+    weight = torch.randn(4, 6, 3, 2)
+    for call in (
+        lambda x: functional.group_norm(x, 2),
+        lambda x: functional.conv_transpose_act_norm(x, weight, num_groups=2),
+    ):
+        planned.clear()
+        for place in (lambda x: x, misaligned, lambda x: x, misaligned):
+            call(place(x))
+        assert [problem.aligned for problem in planned] == [True, False]

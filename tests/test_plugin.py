@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
+from processes import python
 
-PLUGIN = Path(__file__).parents[1] / "examples" / "plugin"
-
-
-def python(*arguments: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with ``path`` in front of what this process imports from."""
-    search = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+PLUGIN = ROOT / "examples" / "plugin"
 
 
 @pytest.fixture(scope="module")

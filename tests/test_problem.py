@@ -9,48 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import conv_geometry, problem
 from reference import CONVOLUTIONS, channels_last, strided
 
-from fusedconv import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv import Problem
 from fusedconv.problem import conv_fp32_precision, dtype_name, layout_of, resolve_precision
-
-
-def conv_geometry(**changes: object) -> ConvTransposeGeometry:
-    fields = {
-        "in_channels": 4,
-        "out_channels": 6,
-        "kernel_size": (3, 2),
-        "stride": (2, 1),
-        "padding": (1, 0),
-        "output_padding": (1, 0),
-        "dilation": (1, 2),
-        "groups": 2,
-        "bias": True,
-        "weight_strides": (18, 6, 2, 1),
-    }
-    return ConvTransposeGeometry(**{**fields, **changes})
-
-
-def problem(**changes: object) -> Problem:
-    fields = {
-        "device": "cpu",
-        "device_index": 0,
-        "architecture": 0,
-        "multiprocessors": 0,
-        "dtype": torch.float32,
-        "output_dtype": torch.float32,
-        "precision": "fp32",
-        "layout": "nchw",
-        "aligned": True,
-        "batch": 3,
-        "channels": 4,
-        "spatial": (5, 7),
-        "activation": "gelu",
-        "order": "act_norm",
-        "conv": conv_geometry(),
-        "norm": NormGeometry(2, 1e-5, True, True, torch.float32),
-    }
-    return Problem(**{**fields, **changes})
 
 
 def test_frozen_hashable_and_equal_by_value():

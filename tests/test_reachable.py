@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from problems import geometry_of, problem
 
 import fusedconv
-from fusedconv import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv import NormGeometry, Problem
+from fusedconv.benchmark import DTYPES
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.skipif(
@@ -22,12 +24,6 @@ pytestmark = pytest.mark.skipif(
 DEVICES = {80: 108, 90: 132}
 #: Of the device for which a provider is written.
 ARCHITECTURES = {"cutlass_sm80": 80, "cutlass_sm90": 90, "groupnorm_cuda": 90}
-DTYPES = {
-    "tf32": torch.float32,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
 CHANNELS = ((16, 16), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
 #: (batch, spatial extents, kernel size).
 SIZES = (
@@ -46,21 +42,18 @@ SIZES = (
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
 
-def problem(architecture: int, precision: str, layout: str, **fields: object) -> Problem:
-    values = {
-        "device": "cuda",
-        "device_index": 0,
-        "architecture": architecture,
-        "multiprocessors": DEVICES[architecture],
-        "dtype": DTYPES[precision],
-        "output_dtype": DTYPES[precision],
-        "precision": precision,
-        "layout": layout,
-        "aligned": True,
-        "activation": "gelu",
-        "order": "act_norm",
-    }
-    return Problem(**{**values, **fields})
+def on_device(architecture: int, precision: str, layout: str, **fields: object) -> Problem:
+    dtype = DTYPES[precision]
+    return problem(
+        device="cuda",
+        architecture=architecture,
+        multiprocessors=DEVICES[architecture],
+        dtype=dtype,
+        output_dtype=dtype,
+        precision=precision,
+        layout=layout,
+        **fields,
+    )
 
 
 def convolutions(architecture: int) -> Iterator[Problem]:
@@ -68,31 +61,16 @@ def convolutions(architecture: int) -> Iterator[Problem]:
         DTYPES, ("nchw", "nhwc"), CHANNELS, SIZES
     ):
         axes = len(spatial)
-        strides = [1]
-        for extent in (*(kernel,) * axes, out):
-            strides.insert(0, strides[0] * extent)
-        conv = ConvTransposeGeometry(
-            in_channels=channels,
-            out_channels=out,
-            kernel_size=(kernel,) * axes,
-            stride=(1,) * axes,
-            padding=(0,) * axes,
-            output_padding=(0,) * axes,
-            dilation=(1,) * axes,
-            groups=1,
-            bias=True,
-            weight_strides=tuple(strides),
-        )
-        norm = NormGeometry(8, 1e-5, True, True, DTYPES[precision])
-        yield problem(
+        weight = torch.empty(channels, out, *(kernel,) * axes, device="meta")
+        yield on_device(
             architecture,
             precision,
             layout,
             batch=batch,
             channels=channels,
             spatial=spatial,
-            conv=conv,
-            norm=norm,
+            conv=geometry_of(weight, bias=True),
+            norm=NormGeometry(8, 1e-5, True, True, DTYPES[precision]),
         )
 
 
@@ -100,13 +78,14 @@ def normalisations(architecture: int) -> Iterator[Problem]:
     for precision, layout, (batch, channels, spatial, groups) in itertools.product(
         ("fp32", "fp16", "bf16"), ("nchw", "nhwc"), NORMS
     ):
-        yield problem(
+        yield on_device(
             architecture,
             precision,
             layout,
             batch=batch,
             channels=channels,
             spatial=spatial,
+            conv=None,
             norm=NormGeometry(groups, 1e-5, True, True, DTYPES[precision]),
         )
 

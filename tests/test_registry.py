@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import io
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from problems import explained, problem
 
 import fusedconv
 from fusedconv import (
     Kernel,
     NoKernelError,
-    NormGeometry,
     Outputs,
     Plan,
     PluginError,
-    Problem,
     Registry,
     Support,
     functional,
@@ -28,23 +25,7 @@ from fusedconv import (
 from fusedconv import plan as plans
 from fusedconv import registry as registries
 
-PROBLEM = Problem(
-    device="cpu",
-    device_index=0,
-    architecture=0,
-    multiprocessors=0,
-    dtype=torch.float32,
-    output_dtype=torch.float32,
-    precision="fp32",
-    layout="nchw",
-    aligned=True,
-    batch=2,
-    channels=4,
-    spatial=(5, 5),
-    activation="relu",
-    order="act_norm",
-    norm=NormGeometry(2, 1e-5, True, True, torch.float32),
-)
+PROBLEM = problem(batch=2, conv=None)
 
 
 class ToyPlan(Plan):
@@ -222,9 +203,7 @@ def test_every_built_in_answers_every_problem_with_a_reason():
 
 
 def test_the_compiled_kernel_is_chosen_on_the_processor(random):
-    explanation = fusedconv.explain(
-        functional.group_norm, random(2, 4, 5, 5), 2, file=io.StringIO()
-    )
+    explanation = explained(functional.group_norm, random(2, 4, 5, 5), 2)
     assert [(one.kernel, one.provider) for one in explanation] == [("cpu_group_norm", "cpu")]
 
 
@@ -232,7 +211,7 @@ def test_the_compiled_kernel_is_chosen_on_the_processor(random):
 def test_the_variable_forces(name, force, random):
     force(name)
     x = random(2, 4, 5, 5)
-    (explanation,) = fusedconv.explain(functional.group_norm, x, 2, file=io.StringIO())
+    (explanation,) = explained(functional.group_norm, x, 2)
     expected = {"torch": "torch"}.get(name, "cpu_group_norm")
     assert explanation.kernel == expected
     assert explanation.forced == name
@@ -325,7 +304,7 @@ def plugin(monkeypatch):
 def test_plugins_register_as_built_ins_do(plugin, random):
     plugin(lambda registry: registry.register(Toy("theirs", 0.0)))
     x = random(2, 4, 5, 5)
-    (explanation,) = fusedconv.explain(functional.group_norm, x, 2, file=io.StringIO())
+    (explanation,) = explained(functional.group_norm, x, 2)
     assert explanation.kernel == "theirs"
     assert functional.group_norm(x, 2) is x
 
@@ -383,13 +362,13 @@ def test_explain_takes_a_problem_and_every_call_of_a_function(random):
 
     x = random(2, 4, 5, 5)
     for _ in range(2):  # cached plans are explained too
-        explanations = fusedconv.explain(two_calls, x, file=io.StringIO())
+        explanations = explained(two_calls, x)
         assert [one.problem.norm.num_groups for one in explanations] == [2, 4]
 
 
 def test_explain_records_nothing_afterwards(random):
     x = random(2, 4, 5, 5)
-    fusedconv.explain(functional.group_norm, x, 2, file=io.StringIO())
+    explained(functional.group_norm, x, 2)
     with pytest.raises(ZeroDivisionError):
         fusedconv.explain(lambda: 1 // 0)
     from fusedconv.recording import record
@@ -402,11 +381,11 @@ def test_explain_inside_an_explained_function_leaves_the_outer_ones_list():
 
     def target():
         functional.group_norm(x, 1)
-        inner = fusedconv.explain(functional.group_norm, x, 2, file=io.StringIO())
+        inner = explained(functional.group_norm, x, 2)
         assert [each.problem.norm.num_groups for each in inner] == [2]
         functional.group_norm(x, 4)
 
-    outer = fusedconv.explain(target, file=io.StringIO())
+    outer = explained(target)
     assert [each.problem.norm.num_groups for each in outer] == [1, 4]
 
 
@@ -435,99 +414,3 @@ def test_kernels_of_ours_are_not_logged(random, caplog):
     caplog.set_level(logging.INFO, logger="fusedconv")
     functional.group_norm(random(2, 4, 5, 5), 2)
     assert log_lines(caplog) == []
-
-
-# ---- imports point down only ---------------------------------------------------------------------
-
-PACKAGE = Path(__file__).parents[1] / "python" / "fusedconv"
-#: From the top; a module may import from its own line and from those below.
-LAYERS = (
-    {"__main__"},
-    {"cli"},
-    {"benchmark", "testing", "hypothetical"},
-    {""},  # fusedconv/__init__.py
-    {"models"},
-    {"modules"},
-    {"composing", "scripting"},
-    {"functional"},
-    {"ops"},
-    {"gradients"},
-    {"kernels"},
-    {"registry"},
-    {"explaining"},
-    {"plan"},
-    {"recording", "lowering", "validation"},
-    {"problem", "errors"},
-    {"arguments"},
-    {"_C"},
-)
-RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-
-
-def layer_of(module: str) -> str:
-    """fusedconv.kernels.cpu -> kernels; fusedconv -> ""."""
-    return [*module.split("."), ""][1]
-
-
-def is_type_checking(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.If):
-        return False
-    return "TYPE_CHECKING" in {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
-
-
-def imports_on_load(statements: list[ast.stmt]) -> list[str]:
-    """Modules of the package that importing these statements imports; functions are not entered."""
-    result = []
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_type_checking(node):
-            continue
-        if isinstance(node, ast.Import):
-            result += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            for alias in node.names:
-                # A submodule where there is one, else a name within the module.
-                folder = PACKAGE.parent / Path(*(node.module or "").split("."))
-                submodule = (
-                    alias.name == "_C"
-                    or (folder / f"{alias.name}.py").exists()
-                    or (folder / alias.name / "__init__.py").exists()
-                )
-                result.append(f"{node.module}.{alias.name}" if submodule else str(node.module))
-        else:
-            for field in ("body", "orelse", "finalbody"):
-                result += imports_on_load(getattr(node, field, []))
-            for handler in getattr(node, "handlers", []):
-                result += imports_on_load(handler.body)
-    return [name for name in result if name.split(".")[0] == "fusedconv"]
-
-
-def modules() -> dict[str, Path]:
-    """Module names by file, without those of __init__'s own packages' folders."""
-    result = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        result[".".join(part for part in parts if part != "__init__")] = path
-    return result
-
-
-@pytest.mark.parametrize("module", modules())
-def test_imports_point_down_only(module):
-    layer = layer_of(module)
-    assert layer in RANKS, f"{module} has no place in LAYERS: give it one"
-    tree = ast.parse(modules()[module].read_text())
-    for imported in imports_on_load(tree.body):
-        target = layer_of(imported)
-        assert target in RANKS, f"{imported} has no place in LAYERS: give it one"
-        within = target == layer or RANKS[target] == RANKS[layer]
-        assert within or RANKS[target] > RANKS[layer], (
-            f"{module} imports {imported}, which is above"
-        )
-
-
-def test_the_import_check_sees_imports():
-    """The parser above finds what the core is known to import, and skips functions."""
-    plan = imports_on_load(ast.parse((PACKAGE / "plan.py").read_text()).body)
-    ops = imports_on_load(ast.parse((PACKAGE / "ops" / "group_norm.py").read_text()).body)
-    assert "fusedconv.registry" not in plan
-    assert {"fusedconv.gradients", "fusedconv.plan", "fusedconv.ops.planning"} <= set(ops)

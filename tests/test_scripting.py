@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
-from systems import pair, perturbed
+from problems import explained
+from reference import cotangent
+from systems import pair, perturbed, saved_and_loaded
 from torch import nn
 
-import fusedconv
 from fusedconv import ConvTransposeActNorm1d, ConvTransposeActNorm2d, GroupNorm
 from fusedconv.models import SYSTEMS
 
 # torch has deprecated TorchScript as a whole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-
-def saved_and_loaded(scripted):
-    file = io.BytesIO()
-    torch.jit.save(scripted, file)
-    file.seek(0)
-    return torch.jit.load(file)
 
 
 def operators(scripted) -> set[str]:
@@ -39,7 +31,7 @@ def assert_equal_with_gradients(scripted, module, *inputs):
         leaves = [x.clone().requires_grad_() for x in inputs]
         for _ in range(3):  # TorchScript compiles anew once it has seen shapes and gradients
             output = each(*leaves)
-        output.backward(torch.linspace(-1, 2, output.numel()).reshape(output.shape))
+        output.backward(cotangent(output))
         results.append([output, *(x.grad for x in leaves), *(p.grad for p in each.parameters())])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -165,7 +157,7 @@ def test_group_norm_scripts(order, activation):
 def test_a_scripted_call_saves_nothing_without_gradients():
     model, _, x = pair("system1")
     scripted = torch.jit.script(model)
-    (explanation,) = fusedconv.explain(scripted, x, file=io.StringIO())
+    (explanation,) = explained(scripted, x)
     assert explanation.problem.conv is not None
     assert not explanation.problem.save
 
@@ -174,8 +166,8 @@ def test_a_scripted_call_saves_nothing_without_gradients():
 def test_precision_and_eps_are_passed_on_when_scripted(precision):
     module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2, eps=0.25, precision=precision)
     x = torch.randn(2, 4, 5, 6)
-    (eager,) = fusedconv.explain(module, x, file=io.StringIO())
-    (scripted,) = fusedconv.explain(torch.jit.script(module), x, file=io.StringIO())
+    (eager,) = explained(module, x)
+    (scripted,) = explained(torch.jit.script(module), x)
     assert scripted.problem == eager.problem
     assert eager.problem.precision == (precision or "fp32")
     assert eager.problem.norm.eps == 0.25

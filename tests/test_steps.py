@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 
 import pytest
 import torch
-from reference import channels_last, strided
+from problems import explained
+from reference import LAYOUTS
 from torch.profiler import ProfilerActivity, profile
 
-import fusedconv
 from fusedconv import functional
-
-LAYOUTS = {"nchw": lambda x: x, "nhwc": channels_last, "strided": strided}
 
 #: What each step starts: a pattern of the step, and one for each kernel of the GPU, in order. A
 #: step without kernels is part of the one before it.
@@ -92,7 +89,7 @@ def test_steps_on_the_processor(kernel, layout, force):
     force(kernel)
     known = {name for _, names in OPERATORS for name in names}
     for call in calls("cpu", torch.float32, layout, kernel):
-        (explanation,) = fusedconv.explain(call, file=io.StringIO())
+        (explanation,) = explained(call)
         with (
             torch.no_grad(),
             profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded,
@@ -127,9 +124,9 @@ def test_steps_on_the_gpu(kernel, dtype, layout, gradients, force):
             pytest.skip("the kernel reads channels first")
     force(kernel)
     for call in calls("cuda", dtype, layout, kernel, gradients):
-        (explanation,) = fusedconv.explain(call, file=io.StringIO())
+        (explanation,) = explained(call)
         problem = dataclasses.replace(explanation.problem, save=gradients)
-        (explanation,) = fusedconv.explain(problem, file=io.StringIO())
+        (explanation,) = explained(problem)
         call()
         torch.cuda.synchronize()
         with (

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from operators import CONV, NORM, of_fakes
+from reference import LAYOUTS
 
 from fusedconv.ops import common
 from fusedconv.plan import Outputs
 
-CONV = torch.ops.fusedconv.conv_transpose_act_norm
-NORM = torch.ops.fusedconv.group_norm
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -41,11 +40,7 @@ def conv_arguments(x, save, num_groups=2, output_dtype=None):
 def assert_as_promised(operator, arguments):
     """Shapes, strides and dtypes are the fake implementation's; no output shares memory."""
     outputs = operator(*arguments)
-    with FakeTensorMode() as mode:
-        fakes = operator(
-            *(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)
-        )
-    for real, fake in zip(outputs, fakes, strict=True):
+    for real, fake in zip(outputs, of_fakes(operator, arguments), strict=True):
         assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
         assert real.stride() == fake.stride()
     given = [a for a in arguments if isinstance(a, torch.Tensor)]
@@ -54,14 +49,11 @@ def assert_as_promised(operator, arguments):
     return outputs
 
 
-PLACES = [lambda x: x, reference.channels_last, reference.strided]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradients", [False, True])
-def test_group_norm_is_as_promised(dtype, place, gradients):
-    x = place(torch.randn(2, 4, 5, 6).to(dtype))
+def test_group_norm_is_as_promised(dtype, layout, gradients):
+    x = LAYOUTS[layout](torch.randn(2, 4, 5, 6).to(dtype))
     arguments = norm_arguments(x)
     with torch.set_grad_enabled(gradients):
         output, mean, rstd = assert_as_promised(NORM, arguments)
@@ -79,9 +71,9 @@ def test_group_norm_is_as_promised(dtype, place, gradients):
 @pytest.mark.parametrize("num_groups", [0, 2])
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("place", PLACES)
-def test_the_convolution_is_as_promised(dtype, place, save, num_groups):
-    x = place(torch.randn(2, 3, 5, 6).to(dtype))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_convolution_is_as_promised(dtype, layout, save, num_groups):
+    x = LAYOUTS[layout](torch.randn(2, 3, 5, 6).to(dtype))
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             assert_as_promised(CONV, conv_arguments(x, save, num_groups))
@@ -104,10 +96,10 @@ def test_results_wider_than_the_input(order):
         assert output.dtype == torch.float32
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("save", [False, True])
-def test_a_convolution_alone_is_returned_apart_from_what_is_saved(save, place):
-    arguments = list(conv_arguments(place(torch.randn(2, 3, 5, 6)), save, 0))
+def test_a_convolution_alone_is_returned_apart_from_what_is_saved(save, layout):
+    arguments = list(conv_arguments(LAYOUTS[layout](torch.randn(2, 3, 5, 6)), save, 0))
     arguments[8] = "identity"
     output, conv_output, *_ = assert_as_promised(CONV, arguments)
     if save:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import reference
 import torch
+from systems import pair, saved_and_loaded
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,18 +16,16 @@ from fusedconv import ConvTransposeActNorm2d, GroupNorm
 from fusedconv.functional import conv_transpose_act_norm, group_norm
 from fusedconv.models import SYSTEMS
 
-SMALL = {
-    "system1": ((4, 6, 3, 1, 1, 2), (2, 4, 5, 6)),
-    "system2": ((4, 6, 3, 2), (2, 4, 3, 5, 6)),
-    "system3": ((4, 2), (2, 4, 5, 6)),
-}
 # torch marks its TorchScript as deprecated; people still deploy with it.
 traces = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")
 
 
-def small(name: str) -> tuple[nn.Module, torch.Tensor]:
-    arguments, shape = SMALL[name]
-    return SYSTEMS[name].model(*arguments), torch.randn(shape)
+def network(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A system's drop-in or the stack below, and an input."""
+    if name == "stack":
+        return Stack(), torch.randn(2, 4, 5, 6)
+    model, _, x = pair(name)
+    return model, x
 
 
 class Stack(nn.Module):
@@ -53,24 +50,21 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("name", [*SYSTEMS, "stack"])
 def test_a_trace_records_the_operator(name, gradients):
     """Nor is it the allocation of the output alone, where nothing asks for gradients."""
-    model, x = (Stack(), torch.randn(2, 4, 5, 6)) if name == "stack" else small(name)
+    model, x = network(name)
     with torch.set_grad_enabled(gradients):
         traced = torch.jit.trace(model, (x,))
         assert "fusedconv::" in str(traced.inlined_graph)
         for _ in range(2):
             other = torch.randn_like(x)
             torch.testing.assert_close(traced(other), model(other))
-    memory = io.BytesIO()
-    torch.jit.save(traced, memory)
-    memory.seek(0)
     other = torch.randn_like(x)
-    torch.testing.assert_close(torch.jit.load(memory)(other), model(other))
+    torch.testing.assert_close(saved_and_loaded(traced)(other), model(other))
 
 
 @traces
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_what_was_traced_for_inference_can_be_trained(name):
-    model, x = small(name)
+    model, x = network(name)
     with torch.no_grad():
         traced = torch.jit.trace(model, (x,))
     traced(x).square().sum().backward()
@@ -86,7 +80,7 @@ def test_what_was_traced_for_inference_can_be_trained(name):
 
 @pytest.mark.parametrize("name", [*SYSTEMS, "stack"])
 def test_symbolic_trace(name):
-    model, x = (Stack(), torch.randn(2, 4, 5, 6)) if name == "stack" else small(name)
+    model, x = network(name)
     traced = torch.fx.symbolic_trace(model)
     torch.testing.assert_close(traced(x), model(x))
     called = {node.target for node in traced.graph.nodes if node.op == "call_function"}
@@ -99,7 +93,7 @@ def test_meta_tensors(gradients):
     with torch.set_grad_enabled(gradients):
         assert model(torch.empty(2, 4, 5, 6, device="meta")).shape == (2, 3, 7, 8)
         for name in SYSTEMS:
-            original, x = small(name)
+            original, x = network(name)
             expected = original(x)
             result = original.to("meta")(x.to("meta"))
             assert result.is_meta
@@ -176,8 +170,9 @@ def test_a_profiler_sees_operator_and_kernel(gradients):
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_flops_are_eagers(name, gradients):
     counts = []
-    for model in (small(name)[0], SYSTEMS[name].original(*SMALL[name][0])):
-        x = torch.randn(SMALL[name][1], requires_grad=gradients)
+    *models, x = pair(name)
+    x.requires_grad_(gradients)
+    for model in models:
         with torch.set_grad_enabled(gradients), FlopCounterMode(display=False) as counter:
             result = model(x)
             if gradients:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import logging
 
 import pytest
 import reference
 import torch
+from problems import explained
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from fusedconv import ConvTransposeActNorm2d, clear_cache, explain, functional, hypothetical
+from fusedconv import ConvTransposeActNorm2d, clear_cache, functional, hypothetical
 from fusedconv.ops import common
 
 pytestmark = reference.TORCH_SCRIPTS
@@ -258,7 +258,7 @@ def test_one_call_serves_mapped_inputs(call):
     ours, _, tensors, _ = pair(call)
     function = torch.vmap(ours, (0, *[None] * (len(tensors) - 1)))
     inputs = torch.stack([tensors[0]] * 3)
-    (explanation,) = explain(function, inputs, *tensors[1:], file=io.StringIO())
+    (explanation,) = explained(function, inputs, *tensors[1:])
     assert explanation.problem.batch == 3 * X[0]
 
 
@@ -322,7 +322,7 @@ def test_composing_is_logged_once(caplog):
 def test_a_level_of_dual_numbers_alone_composes_nothing():
     x = torch.randn(2, 4, 3)
     with forward_ad.dual_level():
-        (explanation,) = explain(functional.group_norm, x, 2, file=io.StringIO())
+        (explanation,) = explained(functional.group_norm, x, 2)
         dual = forward_ad.make_dual(x, x.cos())
-        assert explain(functional.group_norm, dual, 2, file=io.StringIO()) == []
+        assert explained(functional.group_norm, dual, 2) == []
     assert explanation.kernel == "cpu_group_norm"

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
+from fusedconv import precision
 from fusedconv.models import SYSTEMS
 
-DTYPES = {
-    "tf32": torch.float32,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+#: float64 is what the others are held against.
+DTYPES = {name: dtype for name, dtype in precision.DTYPES.items() if name != "fp64"}
 PRECISIONS = tuple(DTYPES)
 LAYOUTS = ("nchw", "nhwc")
 PASSES = ("forward", "forward_backward")

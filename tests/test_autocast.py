@@ -1,0 +1,55 @@
+"""Modules under torch.autocast on the processor: dtypes and values as of torch's operators."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from reference import assert_as_accurate_as_torch
+from systems import composition, perturbed
+
+from fusedconv import ConvTransposeActNorm2d, GroupNorm
+
+
+@pytest.mark.parametrize("num_groups", [None, 2])
+@pytest.mark.parametrize("order", reference.ORDERS)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_on_the_processor_is_torchs(num_groups, order, low):
+    module = perturbed(
+        ConvTransposeActNorm2d(4, 6, 3, num_groups=num_groups, activation="gelu", order=order)
+    )
+    norm = perturbed(GroupNorm(2, 4, activation="gelu", order=order))
+    x = torch.randn(2, 4, 5, 6)
+    with torch.autocast("cpu", low):
+        expected, result = composition(module, x, torch.float32), module(x)
+        expected_norm = reference.group_norm(
+            x, 2, norm.weight, norm.bias, activation="gelu", order=order
+        )
+        result_norm = norm(x)
+        result.float().sum().backward()
+    assert result.dtype == expected.dtype
+    assert_as_accurate_as_torch(result, expected, composition(module, x, torch.float64))
+    assert result_norm.dtype == expected_norm.dtype
+    torch.testing.assert_close(result_norm, expected_norm, rtol=1e-5, atol=1e-5)
+    assert module.conv_transpose.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_what_comes_in_the_low_precision(low):
+    """The second layer of a network gets the first one's low-precision output."""
+    module = perturbed(ConvTransposeActNorm2d(4, 6, 3, num_groups=2, activation="gelu"))
+    x = torch.randn(2, 4, 5, 6).to(low)
+    with torch.autocast("cpu", low):
+        torch.testing.assert_close(module(x), composition(module, x.float(), torch.float32))
+        alone = ConvTransposeActNorm2d(4, 6, 3)
+        assert torch.equal(alone(x), alone.conv_transpose(x))
+
+
+def test_autocast_leaves_float64_alone():
+    module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2, dtype=torch.float64)
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    expected = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = module(x)
+    assert result.dtype == torch.float64
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)

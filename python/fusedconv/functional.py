@@ -129,20 +129,16 @@ def conv_transpose_act_norm(
 
     output_dtype: torch.dtype | None = None
     device = input.device.type
-    if _under_autocast(device) and input.dtype != torch.float64:
+    lowers = _under_autocast(device) and input.dtype != torch.float64
+    if lowers:
         # What autocast does to eager's operators: the convolution in the low precision and, on
         # CUDA, GroupNorm in float32.
         low = torch.get_autocast_dtype(device)
         input, weight = _lowered(input, low), _lowered(weight, low)
         bias = None if bias is None else _lowered(bias, low)
-        if device != "cuda":
-            stages = (name, order, num_groups or 0, norm_weight, norm_bias, eps)
-            return _composed_under_autocast(
-                ops.ConvCall(input, weight, bias, *geometry, groups, *stages, None, None)
-            )
         output_dtype = torch.float32 if num_groups is not None else None
-        if input.dtype != torch.float32:
-            precision = None  # which speaks of float32
+        if input.dtype != torch.float32 or device != "cuda":
+            precision = None  # which speaks of float32 on CUDA
 
     call = ops.ConvCall(
         input,
@@ -159,6 +155,8 @@ def conv_transpose_act_norm(
         precision,
         output_dtype,
     )
+    if lowers and device != "cuda":
+        return _composed_under_autocast(call)
     tensors = (input, weight, bias, norm_weight, norm_bias)
     save = ops.any_requires_grad(tensors)
     if _goes_direct(input, tensors):

@@ -93,9 +93,9 @@ def compose(
     if problem.conv is not None:
         assert weight is not None
         x = conv_output = conv_transpose(problem.conv, x, weight, bias)
-    x, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
+    output, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
     return Outputs(
-        dense(x, problem.output_layout), conv_output if problem.save else None, mean, rstd
+        dense(output, problem.output_layout), conv_output if problem.save else None, mean, rstd
     )
 
 
@@ -191,6 +191,7 @@ def epilogue_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gr
         return _epilogue_gradients_by_autograd(problem, tensors)
     wanted = problem.gradients
     norm_weight = norm_bias = None
+    grad: Tensor | None
     if form.norm is None:
         x = tensors.of_epilogue
         grad = activation_gradient(tensors.grad_output.to(x.dtype), x, form.before)

@@ -239,6 +239,10 @@ def _compiled(choice: Choice, device: Device) -> list[Plan]:
     return plans
 
 
+def _joined(plans: Sequence[Plan]) -> JoinedPlan:
+    return JoinedPlan([plan for plan in plans if isinstance(plan, BackwardPlan)])
+
+
 @overload
 def plan_for(
     problem: ForwardProblem, device: Device, key: Hashable | None = None
@@ -263,7 +267,7 @@ def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> A
     if plan is None:
         choice = choose(problem, device, forced)
         plans = _compiled(choice, device)
-        plan = plans[0] if len(plans) == 1 else JoinedPlan(plans)
+        plan = plans[0] if len(plans) == 1 else _joined(plans)
         _plans.put(own_key, plan)
         for (piece, _), part in zip(choice.chosen, plans, strict=True):
             if part.is_reference:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from fusedconv import precision
 from fusedconv.models import SYSTEMS
 
 #: float64 is what the others are held against.
-DTYPES = {name: dtype for name, dtype in precision.DTYPES.items() if name != "fp64"}
+DTYPES: dict[str, torch.dtype] = {
+    name: dtype for name, dtype in precision.DTYPES.items() if name != "fp64"
+}
 PRECISIONS = tuple(DTYPES)
 LAYOUTS = ("nchw", "nhwc")
 PASSES = ("forward", "forward_backward")

@@ -156,7 +156,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.saved = save
     ctx.save_for_backward(*call.tensors, conv_output, mean, rstd)
-    ctx.call = call._replace(**dict.fromkeys(_DIFFERENTIABLE))
+    # Without the tensors, which are saved.
+    absent: dict[str, Any] = dict.fromkeys(_DIFFERENTIABLE)
+    ctx.call = call._replace(**absent)
     ctx.precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
     ctx.recording = record.current()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,14 +167,19 @@ def _signature(tensor: Tensor | None) -> object:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
+def _hashable(value: object) -> object:
+    if isinstance(value, Tensor):
+        return _signature(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
 def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     """The plan of a call; arguments are validated when their combination is seen first.
 
     The key compares by value, where 1, 1.0 and True are equal: callers pass exact ints and floats,
     and tuples for sequences.
     """
-    input, weight, bias, *arguments = call
-    norm_weight, norm_bias, eps, precision, output_dtype = arguments[8:]
+    input, weight, bias, precision = call.input, call.weight, call.bias, call.precision
     if input.layout is not torch.strided:
         validation.check_input(input)
     if input.dtype is torch.float32:
@@ -188,22 +193,22 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
         aligned,
         _signature(weight),
         _signature(bias),
-        *arguments[:8],
-        _signature(norm_weight),
-        _signature(norm_bias),
-        eps,
+        call[3:11],
+        _signature(call.norm_weight),
+        _signature(call.norm_bias),
+        call.eps,
         precision,
-        output_dtype,
+        call.output_dtype,
         save,
         forced_kernels(),
     )
-    plan = cached(key)
+    plan: Any = cached(key)
     if plan is None or record.active:
         problem = call.problem(save, aligned)
         device = device_record(input.device)
         plan = plan_for(problem, device, key)
         record.note(problem, device)
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
@@ -228,13 +233,13 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
         save,
         forced_kernels(),
     )
-    plan = cached(key)
+    plan: Any = cached(key)
     if plan is None or record.active:
         problem = call.problem(save, aligned)
         device = device_record(input.device)
         plan = plan_for(problem, device, key)
         record.note(problem, device)
-    return plan  # type: ignore[no-any-return]
+    return plan
 
 
 def backward_plan(
@@ -246,14 +251,7 @@ def backward_plan(
 ) -> BackwardPlan:
     """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
     aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
-    arguments = tuple(
-        _signature(value)
-        if isinstance(value, Tensor)
-        else tuple(value)
-        if isinstance(value, list)
-        else value
-        for value in call
-    )
+    arguments = tuple(_hashable(value) for value in call)
     key = (
         grad.stride(),
         grad.dtype,
@@ -264,7 +262,7 @@ def backward_plan(
         arguments,
         forced_kernels(),
     )
-    plan = cached(key)
+    plan: Any = cached(key)
     if plan is None or record.active:
         problem = BackwardProblem.of(
             call.problem(True),
@@ -276,4 +274,4 @@ def backward_plan(
         device = device_record(call.input.device)
         plan = plan_for(problem, device, key)
         record.note(problem, device)
-    return plan  # type: ignore[no-any-return]
+    return plan

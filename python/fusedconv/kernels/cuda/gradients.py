@@ -135,8 +135,10 @@ def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
         _C.group_norm.MergeGradientSums(config, **{name: operands[name] for name in names})
     )
     if operands["grad_weight"].present or operands["grad_bias"].present:
-        names = ("problem", "sums", "grad_weight", "grad_bias")
-        program.per_chunk(_C.group_norm.AffineGradients(**{name: operands[name] for name in names}))
+        affine = ("problem", "sums", "grad_weight", "grad_bias")
+        program.per_chunk(
+            _C.group_norm.AffineGradients(**{name: operands[name] for name in affine})
+        )
 
 
 _READ = ("problem", "input", "grad_output", "mean", "rstd", "weight", "bias")

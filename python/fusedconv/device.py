@@ -21,7 +21,8 @@ class Device:
     large copy, reads and writes together, ``dram_bytes`` what the memory's pins give,
     ``tf32_flops`` and ``fp16_flops`` of dense products on the tensor cores as the data sheet has
     them (of the vector units where there are none), ``fp32_flops`` of the vector units.
-    ``launch_seconds`` is what one kernel costs where the device waits for the processor.
+    ``launch_seconds`` is what one kernel costs where the device waits for the processor, a third of
+    what a call of an operator costs.
     """
 
     type: str
@@ -140,7 +141,13 @@ KNOWN: dict[int, Device] = {
 
 #: A processor's rates are orders of magnitude: only their ratios decide, among what runs there.
 PROCESSOR = Device(
-    type="cpu", name="processor", copy_bytes=1e10, fp32_flops=1e11, tf32_flops=1e11, fp16_flops=1e11
+    type="cpu",
+    name="processor",
+    copy_bytes=1e10,
+    fp32_flops=1e11,
+    tf32_flops=1e11,
+    fp16_flops=1e11,
+    launch_seconds=1e-6,
 )
 
 

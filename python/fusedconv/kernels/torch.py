@@ -51,9 +51,8 @@ class OperatorCost:
         self, device: Device, precision: str, num_flops: float, num_bytes: float
     ) -> float:
         products = num_flops / device.tensor_flops(precision) * 1e3  # type: ignore[arg-type]
-        # A caller's thread prepares an operator for about as long as three launches take.
         return (
-            (self.start + 3) * device.launch_milliseconds
+            self.start * device.launch_milliseconds
             + self.flops * products
             + self.passes * device.copy_milliseconds(num_bytes)
         )
@@ -84,6 +83,10 @@ NORM_FEW_GROUPS = 4.5
 NORM_BACKWARD_COSTS = {"nchw": OperatorCost(2.3, 0.0, 8.8), "nhwc": OperatorCost(3.4, 0.0, 26.0)}
 
 
+#: What the caller's thread takes to prepare an operator's call, in launches.
+CALL_LAUNCHES = 3
+
+
 def _processor_milliseconds(device: Device, flops: float, passes: float, num_bytes: float) -> float:
     return flops / device.fp32_flops * 1e3 + device.copy_milliseconds(passes * num_bytes)
 
@@ -103,6 +106,8 @@ def _forward_milliseconds(problem: ForwardProblem, device: Device) -> float:
         return _processor_milliseconds(device, problem.conv_flops, passes, problem.minimal_bytes)
     read = problem.output_elements * problem.dtype.itemsize
     total = 0.0 if problem.conv is None else _convolution_milliseconds("forward", problem, device)
+    calls = len(problem.epilogue) - problem.bias + (problem.conv is not None)
+    total += CALL_LAUNCHES * calls * device.launch_milliseconds
     for stage in problem.epilogue:
         match stage:
             case Activation():
@@ -210,7 +215,7 @@ class TorchEpilogueBackward(BackwardKernel):
             return _processor_milliseconds(device, 0.0, passes, read)
         # In 16 bits everything is widened first.
         wide = 2.0 if forward.dtype.itemsize == 2 else 1.0
-        total = 0.0
+        total = CALL_LAUNCHES * len(stages) * device.launch_milliseconds
         for stage in stages:
             cost = ACTIVATION_COST
             if isinstance(stage, Norm):
@@ -250,14 +255,13 @@ class TorchConvolutionBackward(BackwardKernel):
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         forward = problem.forward
+        call = CALL_LAUNCHES * device.launch_milliseconds
         if device.type != "cuda":
-            return _processor_milliseconds(
-                device,
-                problem.conv_flops,
-                float(len(problem.gradients)),
-                forward.minimal_bytes,
+            passes = float(len(problem.gradients))
+            return call + _processor_milliseconds(
+                device, problem.conv_flops, passes, forward.minimal_bytes
             )
-        total = 0.0
+        total = call
         for gradient in ("input", "weight"):
             if gradient in problem.gradients:
                 total += _convolution_milliseconds(gradient, forward, device)

@@ -34,8 +34,7 @@ struct RunContext {
   template <class T = void>
   T* at(Operand const& operand) const {
     if (!operand.present()) return nullptr;
-    uintptr_t const base =
-        operand.slot == Operand::kWorkspace ? workspace : pointers[operand.slot];
+    uintptr_t const base = operand.slot == Operand::kWorkspace ? workspace : pointers[operand.slot];
     if (base == 0) return nullptr;
     return reinterpret_cast<T*>(base + operand.offset + operand.bytes_per_sample * first_sample);
   }

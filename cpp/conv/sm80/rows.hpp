@@ -1,8 +1,9 @@
-// The convolution that kernels compute, and the table of kernels. No CUTLASS, no torch here.
+// The family's table of kernels. No CUTLASS here.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,26 +11,24 @@
 #include "conv/problem.hpp"
 #include "fusedconv/types.hpp"
 
-namespace fusedconv::conv {
+namespace fusedconv::conv::sm80 {
 
-struct ConvArguments {
+struct Arguments {
   ConvProblem problem;
   void const* input = nullptr;
   void const* filter = nullptr;
   void const* bias = nullptr;  // [K] of the output's type, or null
   void* output = nullptr;
   Activation activation = Activation::kIdentity;
-  void* workspace = nullptr;  // ConvRow::workspace_bytes of them
+  void* workspace = nullptr;  // Row::workspace_bytes of them
 };
 
-// One compiled kernel. Python reads the metadata and passes back the row's index.
-struct ConvRow {
+// One compiled kernel.
+struct Row {
   std::string name;
-  std::string family;
   int architecture;  // lowest compute capability, 80 for 8.0
   int dimensions;    // spatial axes the kernel iterates: 2 or 3
   Math math;
-  DType dtype;
   int tile_m, tile_n, tile_k;
   int warps;
   int stages;
@@ -37,16 +36,22 @@ struct ConvRow {
   int shared_bytes;
   int max_filter_extent;
   int64_t max_tensor_bytes;  // input, filter and output of one launch, each
-  int teraflops;             // per second, of a full H200 on a large problem with bias and GELU
+  double efficiency;         // see row_of()
   // Sums longer than this are cut into as many parts as it takes, most_parts at most, which blocks
   // of their own take and add to the output in turn.
   int longest_sum;
   int most_parts;
-  void (*launch)(ConvArguments const&, cudaStream_t);
+  void (*launch)(Arguments const&, cudaStream_t);
   int64_t (*workspace_bytes)(ConvProblem const&);
 };
 
-// Every row, in a fixed order; the index is the row's identity within this build.
-std::vector<ConvRow> const& conv_rows();
+// Every row, in a fixed order.
+std::vector<Row> const& rows();
 
-}  // namespace fusedconv::conv
+// Defined by the instance files, one list each.
+void append_tf32(std::vector<Row>& rows);
+void append_tf32x3(std::vector<Row>& rows);
+void append_f16(std::vector<Row>& rows);
+void append_bf16(std::vector<Row>& rows);
+
+}  // namespace fusedconv::conv::sm80

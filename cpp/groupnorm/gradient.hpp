@@ -9,29 +9,6 @@
 
 namespace fusedconv::groupnorm {
 
-// The derivative of an activation; behind a call for the reason that activate_by_call has.
-static __device__ __noinline__ float slope_by_call(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kIdentity: return 1.0f;
-    case Activation::kRelu: return x <= 0.0f ? 0.0f : 1.0f;
-    case Activation::kGelu: {
-      float const density = 0.39894228040143267794f * expf(-0.5f * x * x);
-      return fmaf(x, density, 0.5f * (1.0f + erff(x * 0.70710678118654752440f)));
-    }
-    case Activation::kGeluTanh: {
-      constexpr float kScale = 0.79788456080286535588f;
-      float const t = tanhf(kScale * fmaf(0.044715f * x * x, x, x));
-      return 0.5f * (1.0f + t) +
-             0.5f * x * (1.0f - t * t) * kScale * fmaf(3.0f * 0.044715f * x, x, 1.0f);
-    }
-    case Activation::kSilu: {
-      float const logistic = 1.0f / (1.0f + expf(-x));
-      return logistic * fmaf(x, 1.0f - logistic, 1.0f);
-    }
-  }
-  return 1.0f;
-}
-
 // With the forward pass's statistics as it saved them, [batch, groups] each.
 struct GradientAffine : Affine {
   float const* mean;
@@ -72,7 +49,7 @@ __device__ __forceinline__ Point point_of(float x, float grad, Channel const& ch
   Point point{(a - channel.mean) * channel.rstd, grad};
   if constexpr (kActivate) {
     if (affine.activation_after != Activation::kIdentity) {
-      point.gradient *= slope_by_call(affine.activation_after,
+      point.gradient *= device::slope_by_call(affine.activation_after,
                                       fmaf(point.normalized, channel.weight, channel.bias));
     }
   }
@@ -93,7 +70,7 @@ __device__ __forceinline__ float grad_input_of(float x, float grad, Channel cons
                                  point.normalized * terms.projection);
   if constexpr (kActivate) {
     if (affine.activation_before != Activation::kIdentity) {
-      result *= slope_by_call(affine.activation_before, x);
+      result *= device::slope_by_call(affine.activation_before, x);
     }
   }
   return result;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "fusedconv/activation.hpp"
 #include "fusedconv/types.hpp"
 
 namespace fusedconv {

@@ -16,16 +16,6 @@ enum class DType : int { kFloat32, kFloat16, kBFloat16 };
 template <>
 inline constexpr std::array kNames<DType>{"float32", "float16", "bfloat16"};
 
-enum class Activation : int {
-  kIdentity,
-  kRelu,
-  kGelu,      // 0.5 x (1 + erf(x / sqrt 2))
-  kGeluTanh,  // 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-  kSilu,      // x / (1 + exp(-x))
-};
-template <>
-inline constexpr std::array kNames<Activation>{"identity", "relu", "gelu", "gelu_tanh", "silu"};
-
 // Where the channel axis lies: N, C, pixels or N, pixels, C. Pixels are all spatial axes,
 // flattened.
 enum class Layout : int { kChannelsFirst, kChannelsLast };

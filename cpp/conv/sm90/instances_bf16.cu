@@ -1,12 +1,11 @@
 // bfloat16 rows, fp32 accumulation.
-#include "conv/sm90_kernel.hpp"
+#include "conv/sm90/launch.hpp"
 
 namespace fusedconv::conv::sm90 {
 
 void append_bf16(std::vector<Row>& rows) {
-  rows.push_back(row<Math::kBF16, Sharing::kTurns>());
-  rows.push_back(row<Math::kBF16, Sharing::kChannels>());
-  rows.push_back(row<Math::kBF16, Sharing::kPositions>());
+  append_rows<Math::kBF16, Sharing::kPingPong, Sharing::kCooperativeM, Sharing::kCooperativeN>(
+      rows);
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -22,9 +22,9 @@ struct PackParams {
   int64_t stage_elements;  // of one part
 };
 
-// One thread per element of the packed filter, in its order: [block of channels, stage, part, step, 64
-// channels' block, 16-byte half, channel, element], where a stage is a depth tap, a group of filter rows
-// and a group of chunks, and a step is a chunk, a row and a column. Taps are reversed.
+// One thread per element of the packed filter, in its order: [block of channels, stage, part, step,
+// 64 channels' block, 16-byte half, channel, element], where a stage is a depth tap, a group of
+// filter rows and a group of chunks, and a step is a chunk, a row and a column. Taps are reversed.
 template <class T, int kParts>
 __global__ void __launch_bounds__(256)
     pack_filter_kernel(PackParams const p, T const* __restrict__ weight, T* __restrict__ filter) {

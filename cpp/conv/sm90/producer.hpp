@@ -1,6 +1,7 @@
 // The warpgroup that fills the stages. A k-iteration:
 // 1. Its warps wait until the consumers have left the stage and, where TMA loads the input, until
-//    its rows have landed; rows are read while the stage is still in use where nothing else hinders.
+//    its rows have landed; rows are read while the stage is still in use where nothing else
+//    hinders.
 // 2. One thread starts the bulk copy of the filter's part, unless the filter is kept.
 // 3. All threads transpose the rows, or load elements, to K-major planes, rounded or split.
 // 4. Each warp makes its stores visible to the tensor cores, arrives at the stage's barrier and
@@ -91,7 +92,7 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   PipelineState stage, tma_stage;
   PipelineState released;  // the TMA stage of the k-iteration before, which all warps have left
   Transposer<Traits> transposer;
-  ElementLoader<Traits> loader;
+  ElementLoader<Traits> loader(thread);
   int transposed = 0;  // k-iterations
   if (kTma && thread < 32) {
     for (int i = 0; i < p.tma_stages; ++i) {
@@ -140,8 +141,7 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
                                    if (kAcquiresLate && k_block == 0) acquire_stage();
                                  });
           } else {
-            int const channel =
-                (iteration_c * p.k_blocks_per_stage + k_block) * Traits::kKBlock;
+            int const channel = (iteration_c * p.k_blocks_per_stage + k_block) * Traits::kKBlock;
             loader.load(p, sample + channel * p.channel_stride, p.channels - channel, target,
                         small);
           }

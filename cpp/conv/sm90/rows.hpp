@@ -9,6 +9,7 @@
 
 #include "conv/problem.hpp"
 #include "conv/sm90/schedule.hpp"
+#include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/statistics.hpp"

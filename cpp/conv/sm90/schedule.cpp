@@ -126,9 +126,9 @@ Schedule schedule_of(ConvProblem const& p, TileShape const& tile, Layout layout,
     for (int filter_rows : {p.r, 1}) {
       Schedule candidate = s;
       lay_out(candidate, p, tile, strips);
-      int64_t const positions = (int64_t(p.z - 1) * candidate.pitch_h + p.p - 1) *
-                                    candidate.pitch_w +
-                                candidate.strip_width;
+      int64_t const positions =
+          (int64_t(p.z - 1) * candidate.pitch_h + p.p - 1) * candidate.pitch_w +
+          candidate.strip_width;
       if (positions > kMaxPositions) continue;
       countable = true;
       candidate.positions = int(positions);

@@ -28,8 +28,8 @@ inline constexpr int kBlockM = 64;       // output channels of a warpgroup's til
 inline constexpr int kKBlockBytes = 32;  // of channels: one step of the tensor core
 inline constexpr int kMaxStagedPositions = 1024;
 inline constexpr int kMaxStages = 8;
-inline constexpr int kMaxTmaExtent = 256;  // of a box along an axis
-inline constexpr int kConsumers = 2;       // warpgroups
+inline constexpr int kMaxTmaExtent = 256;   // of a box along an axis
+inline constexpr int kConsumers = 2;        // warpgroups
 inline constexpr int kBarrierBytes = 1024;  // the barriers' share of shared memory, at its start
 
 // How the two consuming warpgroups share the work.

@@ -55,9 +55,11 @@ struct ElementLoader {
   static constexpr int kCount = kMaxStagedPositions / kWarpgroupThreads;  // positions of a thread
 
   int offsets[kCount];  // in pixels; -1 for the zeros around the input
+  int thread;
 
-  __device__ __forceinline__ static int staged_position(int i) {
-    return int(threadIdx.x) % kWarpgroupThreads + kWarpgroupThreads * i;
+  __device__ __forceinline__ explicit ElementLoader(int thread) : thread(thread) {}
+  __device__ __forceinline__ int staged_position(int i) const {
+    return thread + kWarpgroupThreads * i;
   }
 
   __device__ __forceinline__ void locate(Params const& p, int strip, int position0) {

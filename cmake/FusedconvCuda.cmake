@@ -68,6 +68,14 @@ for folder in [*sys.path, *map(sysconfig.get_path, ('purelib', 'platlib'))]:
   endif()
 endfunction()
 
+# Sets the variable to CMake's form of an architecture: PTX of one with a letter runs nowhere else.
+function(fusedconv_cuda_architecture architecture variable)
+  if(architecture MATCHES "^[0-9]+[af]$")
+    string(APPEND architecture -real)
+  endif()
+  set(${variable} ${architecture} PARENT_SCOPE)
+endfunction()
+
 set(FUSEDCONV_WITH_CUDA FALSE)
 if(NOT FUSEDCONV_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "FUSEDCONV_CUDA is '${FUSEDCONV_CUDA}' (expected AUTO, ON or OFF)")
@@ -98,11 +106,8 @@ endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_ARCHITECTURES "")
 foreach(architecture IN LISTS FUSEDCONV_CUDA_ARCHITECTURES)
-  # PTX of an architecture with a letter runs nowhere else.
-  if(architecture MATCHES "^[0-9]+[af]$")
-    string(APPEND architecture -real)
-  endif()
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture})
+  fusedconv_cuda_architecture(${architecture} code)
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${code})
 endforeach()
 
 # The packages keep libraries in lib; their nvcc looks in lib64 when it links CMake's test programs.

@@ -1,4 +1,5 @@
-// What every normalising kernel does to one value: activation, affine map of its channel, activation.
+// What every normalising kernel does to one value: activation, affine map of its channel,
+// activation.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,8 @@ struct Affine {
   Activation activation_after;
 };
 
-// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
-// a large mean costs no precision; its low part is in the shift.
+// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so
+// that a large mean costs no precision; its low part is in the shift.
 struct ChannelAffine {
   float mean = 0.0f;
   float scale = 1.0f;

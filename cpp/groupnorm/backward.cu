@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block per (sample, group): channel sums [sample, channel] and the group's terms. Partials of a
-// channel are `count` apart by `stride`.
+// One block per (sample, group): channel sums [sample, channel] and the group's terms. Partials of
+// a channel are `count` apart by `stride`.
 __global__ void __launch_bounds__(kThreads)
     merge_sums(float2 const* __restrict__ partials, GradientAffine affine, int count,
                bool channels_last, float elements, float2* __restrict__ sums,
@@ -331,7 +331,8 @@ void launch_gradients(GroupNormProblem const& p, GradientTensors const& tensors,
   FUSEDCONV_CUDA("groupnorm gradients: input", cudaGetLastError());
 }
 
-// Streaming pays from here on: below, both passes are served by L2, and a cooperative launch costs more.
+// Streaming pays from here on: below, both passes are served by L2, and a cooperative launch costs
+// more.
 constexpr int64_t kStreamedBytes = int64_t(32) << 20;
 
 int current_device() {

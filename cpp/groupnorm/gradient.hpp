@@ -50,7 +50,7 @@ __device__ __forceinline__ Point point_of(float x, float grad, Channel const& ch
   if constexpr (kActivate) {
     if (affine.activation_after != Activation::kIdentity) {
       point.gradient *= device::slope_by_call(affine.activation_after,
-                                      fmaf(point.normalized, channel.weight, channel.bias));
+                                              fmaf(point.normalized, channel.weight, channel.bias));
     }
   }
   return point;

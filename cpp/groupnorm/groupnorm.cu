@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- moments, channels last --------------------------------------------------------------------
 
 // Block (row block, slab of channels) of one sample; a thread keeps its channels.
-// 1. kLoads rows per thread and step: per channel, moments of the values, about the block's first row.
+// 1. kLoads rows per thread and step: per channel, moments of the values, about the block's first
+// row.
 // 2. Merge over the lanes in a tree; partial [sample, row block, channel].
 template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)

@@ -22,8 +22,8 @@ struct ResidentPlan {
 // aligned: input and output addresses are multiples of 16 bytes.
 ResidentPlan plan_resident(Passes const& passes, int64_t batch, bool aligned);
 
-// Fills tensors.output, and tensors.mean and tensors.rstd where they are not null. The plan must come
-// from plan_resident() for the same arguments.
+// Fills tensors.output, and tensors.mean and tensors.rstd where they are not null. The plan must
+// come from plan_resident() for the same arguments.
 void normalize_resident(ResidentPlan const& plan, Passes const& passes,
                         GroupNormTensors const& tensors, cudaStream_t stream);
 

@@ -15,8 +15,8 @@ constexpr int resident_block(int group_threads) {
   return group_threads < 256 ? 256 : group_threads;
 }
 
-// On a multiprocessor at a time, of which the registers are bounded: one block of 512 threads alone would
-// not keep enough loads under way.
+// On a multiprocessor at a time, of which the registers are bounded: one block of 512 threads alone
+// would not keep enough loads under way.
 inline constexpr int kResidentThreads = 1024;
 
 namespace device_resident {
@@ -59,8 +59,8 @@ __device__ __forceinline__ RelativeMoments merge_warp(RelativeMoments total) {
 }
 
 // The moments of a group from those of its kThreads threads, in every one of them, all about one
-// reference: three registers a set, of which these kernels have few. shared has a place for each warp
-// of the block.
+// reference: three registers a set, of which these kernels have few. shared has a place for each
+// warp of the block.
 template <int kThreads>
 __device__ __forceinline__ RelativeMoments merge_group(RelativeMoments total,
                                                        RelativeMoments* shared) {

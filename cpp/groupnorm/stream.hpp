@@ -1,6 +1,6 @@
 // Streaming: all multiprocessors together hold a few groups in shared memory, so that each element
-// is read from DRAM once. One block per multiprocessor; the tensor is a sequence of chunks, dealt to
-// the blocks in turn; a block's ring of slots holds its next chunks.
+// is read from DRAM once. One block per multiprocessor; the tensor is a sequence of chunks, dealt
+// to the blocks in turn; a block's ring of slots holds its next chunks.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,8 +23,8 @@ inline constexpr int kMaxBlocks = 32 * kPolls;
 inline constexpr int kMomentsWords = 2;  // that a block publishes of a unit: mean and low, m2
 inline constexpr int kSumsWords = 1;
 
-// Groups of a channels-first tensor, cut into chunks of one run of memory. A group is cut as one run,
-// or plane by plane, so that a chunk has one channel.
+// Groups of a channels-first tensor, cut into chunks of one run of memory. A group is cut as one
+// run, or plane by plane, so that a chunk has one channel.
 struct Stream {
   unsigned blocks;
   int slots;

@@ -17,9 +17,9 @@ namespace {
 
 using device::Moments;
 using device::Pack;
+using device::RingCursor;
 using device_stream::Cursor;
 using device_stream::Extent;
-using device_stream::Place;
 
 constexpr int kWorkerWarps = kWorkers / 32;
 constexpr int kMergers = 2;  // warps that take units in turn: one unit waits for words from afar
@@ -39,8 +39,8 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
                                                  float2 const* table, int thread) {
   constexpr int kVector = 16 / sizeof(T);
   using Values = Pack<T, kVector>;
-  Place place;
-  Place unit;
+  RingCursor place;
+  RingCursor unit;
   unsigned current = ~0u;
   unsigned first_channel = 0;
   Statistics statistics{};
@@ -49,12 +49,12 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
       if (current != ~0u) unit.advance(kUnitSlots);
       current = cursor.unit;
       first_channel = current % unsigned(affine.groups) * unsigned(affine.channels_per_group);
-      device_stream::wait(&shared.barriers.merged[unit.slot], unit.parity);
-      statistics = shared.statistics[unit.slot];
+      device::wait(&shared.barriers.merged[unit.stage], unit.parity);
+      statistics = shared.statistics[unit.stage];
     }
-    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
+    device::wait(&shared.barriers.full[place.stage], place.parity);
     Extent const extent = Extent::of(s, cursor.chunk);
-    T* const slot = reinterpret_cast<T*>(ring + place.slot * kSlotBytes) + thread * kVector;
+    T* const slot = reinterpret_cast<T*>(ring + place.stage * kSlotBytes) + thread * kVector;
     auto const channel_of = [&](unsigned vector) {
       float2 const entry = table[first_channel + vector / s.plane_vectors];
       return ChannelAffine::of(statistics, entry.x, entry.y);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void normalize_chunks(Affine const& affine, Stream co
             .store(slot + i * kWorkers * kVector);
       }
     }
-    shared.barriers.finish(place.slot);
+    shared.barriers.finish(place.stage);
   }
 }
 
@@ -102,14 +102,14 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
   constexpr int kBarrier = 1;
   int const warp = thread / 32;
   int const lane = thread % 32;
-  Place place;
+  RingCursor place;
   int unit_slot = 0;
   RunningMoments<T> running;
   for (Cursor cursor(s); cursor.valid(s); place.advance(s.slots)) {
-    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
+    device::wait(&shared.barriers.full[place.stage], place.parity);
     unsigned const vectors = Extent::of(s, cursor.chunk).vectors;
     T const* const slot =
-        reinterpret_cast<T const*>(ring + place.slot * kSlotBytes) + thread * kVector;
+        reinterpret_cast<T const*>(ring + place.stage * kSlotBytes) + thread * kVector;
     if (vectors == kWorkers * kSlotVectors) {
       float values[kSlotVectors * kVector];
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
     if (cursor.unit == last.unit) continue;
     Moments own_moments = device::merge_warp(running.whole());
     if (lane == 0) shared.partial[warp] = own_moments;
-    device_stream::sync_workers(kBarrier);
+    device::sync_threads(kBarrier, kWorkers);
     if (warp == 0) {
       own_moments =
           device::merge_warp<kWorkerWarps>(lane < kWorkerWarps ? shared.partial[lane] : Moments{})
@@ -149,16 +149,16 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
         device_stream::publish(own, own_moments.mean, own_moments.low);
         device_stream::publish(own + 1, own_moments.m2, 0.0f);
       }
-      if (lane == 0) device_stream::arrive(&shared.barriers.taken[unit_slot]);
+      if (lane == 0) device::arrive(&shared.barriers.taken[unit_slot]);
     }
     unit_slot = (unit_slot + 1) % kUnitSlots;
-    device_stream::sync_workers(kBarrier);
+    device::sync_threads(kBarrier, kWorkers);
     running = {};
   }
 }
 
-// A warp waits for all participants' partial moments of each of its units that the block holds a part
-// of, and merges them in the same order in every block.
+// A warp waits for all participants' partial moments of each of its units that the block holds a
+// part of, and merges them in the same order in every block.
 __device__ __forceinline__ void merge_units(Stream const& s, int merger, float vector_values,
                                             float eps, StreamShared& shared, uint64_t const* words,
                                             StatisticsTargets const& saved) {
@@ -170,16 +170,16 @@ __device__ __forceinline__ void merge_units(Stream const& s, int merger, float v
   unsigned const rounds = (s.chunks - 1) / s.blocks;
   unsigned const rest = (s.chunks - 1) - rounds * s.blocks;
   unsigned current = ~0u;
-  Place unit;
+  RingCursor unit;
   for (Cursor cursor(s); cursor.valid(s); cursor.advance(s)) {
     if (cursor.unit == current) continue;
     if (current != ~0u) unit.advance(kUnitSlots);
     current = cursor.unit;
-    if (unit.slot % kMergers != merger) continue;
+    if (unit.stage % kMergers != merger) continue;
     // The block that holds the unit's first chunk.
     unsigned const first = blockIdx.x >= cursor.chunk ? blockIdx.x - cursor.chunk
                                                       : blockIdx.x + s.blocks - cursor.chunk;
-    device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
+    device::wait(&shared.barriers.taken[unit.stage], unit.parity);
     auto const gathered = device_stream::Words<kMomentsWords>::gather(
         words + device_stream::first_word<kMomentsWords>(s, int(blockIdx.x) % s.copies, current),
         count);
@@ -200,8 +200,8 @@ __device__ __forceinline__ void merge_units(Stream const& s, int merger, float v
     Moments const total = device::merge_warp(Moments::of(reference, parts));
     if (lane == 0) {
       Statistics const statistics = device::statistics_of(total, eps);
-      shared.statistics[unit.slot] = statistics;
-      device_stream::arrive(&shared.barriers.merged[unit.slot]);
+      shared.statistics[unit.stage] = statistics;
+      device::arrive(&shared.barriers.merged[unit.stage]);
       if (cursor.chunk == 0) device::store(saved, current, statistics);
     }
   }
@@ -267,8 +267,8 @@ StreamPlan refused(std::string reason) {
   return plan;
 }
 
-// What plans ask a device for. Some of these queries take hundreds of microseconds, and gradients plan on
-// every call.
+// What plans ask a device for. Some of these queries take hundreds of microseconds, and gradients
+// plan on every call.
 struct DeviceLimits {
   bool bulk_copies;
   bool cooperative;

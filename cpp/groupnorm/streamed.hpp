@@ -1,5 +1,5 @@
-// GroupNorm with each element read from DRAM once, for groups that only all multiprocessors together
-// can hold.
+// GroupNorm with each element read from DRAM once, for groups that only all multiprocessors
+// together can hold.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,8 +16,9 @@ StreamPlan plan_streamed(Passes const& passes, int64_t batch, bool aligned, int 
 
 int64_t streamed_workspace_bytes(StreamPlan const& plan);
 
-// Fills tensors.output, and tensors.mean and tensors.rstd where they are not null. The plan must come
-// from plan_streamed() for the same arguments. A cooperative launch: every block must be resident.
+// Fills tensors.output, and tensors.mean and tensors.rstd where they are not null. The plan must
+// come from plan_streamed() for the same arguments. A cooperative launch: every block must be
+// resident.
 void normalize_streamed(StreamPlan const& plan, Passes const& passes,
                         GroupNormTensors const& tensors, void* workspace, cudaStream_t stream);
 

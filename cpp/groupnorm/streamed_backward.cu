@@ -11,9 +11,9 @@ namespace fusedconv::groupnorm {
 namespace {
 
 using device::Pack;
+using device::RingCursor;
 using device_stream::Cursor;
 using device_stream::Extent;
-using device_stream::Place;
 
 constexpr int kWorkerWarps = kWorkers / 32;
 constexpr int kThreadsPerBlock = 2 * kWorkers + 3 * 32;
@@ -67,8 +67,8 @@ __device__ __forceinline__ Channel channel_of(GradientAffine const& affine,
   return {unit.mean, unit.rstd, entry.x, entry.y};
 }
 
-// kWorkers threads sum g and g xhat of each chunk, which has one channel, and publish the block's share of
-// each unit's weighted sums.
+// kWorkers threads sum g and g xhat of each chunk, which has one channel, and publish the block's
+// share of each unit's weighted sums.
 template <class T, bool kActivate>
 __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
@@ -81,7 +81,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
   StatisticsAhead ahead(affine, s);
   UnitStatistics statistics{};
   unsigned current = ~0u;
-  Place place;
+  RingCursor place;
   int unit_slot = 0;
   int buffer = 0;
   float2 weighted{};  // in warp 0
@@ -92,8 +92,8 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
     }
     Extent const extent = Extent::of(s, cursor.chunk);
     Channel const channel = channel_of(affine, statistics, table, current, extent.run);
-    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
-    unsigned char const* const slot = ring + place.slot * kSlotBytes + thread * 16;
+    device::wait(&shared.barriers.full[place.stage], place.parity);
+    unsigned char const* const slot = ring + place.stage * kSlotBytes + thread * 16;
     float2 sums{};
 #pragma unroll
     for (int i = 0; i < kPieceVectors; ++i) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
     sums = warp_sum(sums);
     // Two buffers: warp 0 reads one while the others fill the other.
     if (lane == 0) shared.partial[buffer][warp] = sums;
-    device_stream::sync_workers(kBarrier);
+    device::sync_threads(kBarrier, kWorkers);
     Cursor const last = cursor;
     cursor.advance(s);
     bool const leaves = cursor.unit != last.unit;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
                                      device_stream::participant(s, last),
                                  weighted.x, weighted.y);
         }
-        if (lane == 0) device_stream::arrive(&shared.barriers.taken[unit_slot]);
+        if (lane == 0) device::arrive(&shared.barriers.taken[unit_slot]);
         weighted = {};
       }
     }
@@ -142,12 +142,12 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
                                             uint64_t const* words) {
   int const count = device_stream::participants(s);
   unsigned current = ~0u;
-  Place unit;
+  RingCursor unit;
   for (Cursor cursor(s); cursor.valid(s); cursor.advance(s)) {
     if (cursor.unit == current) continue;
     if (current != ~0u) unit.advance(kUnitSlots);
     current = cursor.unit;
-    device_stream::wait(&shared.barriers.taken[unit.slot], unit.parity);
+    device::wait(&shared.barriers.taken[unit.stage], unit.parity);
     auto const gathered = device_stream::Words<kSumsWords>::gather(
         words + device_stream::first_word<kSumsWords>(s, int(blockIdx.x) % s.copies, current),
         count);
@@ -160,8 +160,8 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     }
     total = warp_sum(total);
     if (threadIdx.x % 32 == 0) {
-      shared.terms[unit.slot] = {total.x / elements, total.y / elements};
-      device_stream::arrive(&shared.barriers.merged[unit.slot]);
+      shared.terms[unit.stage] = {total.x / elements, total.y / elements};
+      device::arrive(&shared.barriers.merged[unit.stage]);
     }
   }
 }
@@ -175,21 +175,21 @@ __device__ __forceinline__ void replace_chunks(GradientAffine const& affine, Str
   StatisticsAhead ahead(affine, s);
   UnitStatistics statistics{};
   GroupTerms terms{};
-  Place place;
-  Place unit;
+  RingCursor place;
+  RingCursor unit;
   unsigned current = ~0u;
   for (Cursor cursor(s); cursor.valid(s); cursor.advance(s), place.advance(s.slots)) {
     if (cursor.unit != current) {
       if (current != ~0u) unit.advance(kUnitSlots);
       current = cursor.unit;
       statistics = ahead.enter(s);
-      device_stream::wait(&shared.barriers.merged[unit.slot], unit.parity);
-      terms = shared.terms[unit.slot];
+      device::wait(&shared.barriers.merged[unit.stage], unit.parity);
+      terms = shared.terms[unit.stage];
     }
     Extent const extent = Extent::of(s, cursor.chunk);
     Channel const channel = channel_of(affine, statistics, table, current, extent.run);
-    device_stream::wait(&shared.barriers.full[place.slot], place.parity);
-    unsigned char* const slot = ring + place.slot * kSlotBytes + thread * 16;
+    device::wait(&shared.barriers.full[place.stage], place.parity);
+    unsigned char* const slot = ring + place.stage * kSlotBytes + thread * 16;
 #pragma unroll
     for (int i = 0; i < kPieceVectors; ++i) {
       if (unsigned(thread + i * kWorkers) < extent.vectors) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void replace_chunks(GradientAffine const& affine, Str
         result.store(target);
       }
     }
-    shared.barriers.finish(place.slot);
+    shared.barriers.finish(place.stage);
   }
 }
 

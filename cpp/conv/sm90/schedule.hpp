@@ -44,7 +44,7 @@ enum class Sharing : int {
 namespace fusedconv {
 
 template <>
-inline constexpr std::array kNames<conv::sm90::Sharing>{"pingpong", "cooperative_m",
+inline constexpr std::array kNames<conv::sm90::Sharing>{"ping_pong", "cooperative_m",
                                                         "cooperative_n"};
 
 }  // namespace fusedconv

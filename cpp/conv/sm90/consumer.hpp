@@ -12,10 +12,10 @@
 #include "conv/sm90/epilogue.hpp"
 #include "conv/sm90/params.hpp"
 #include "conv/sm90/traits.hpp"
+#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "cute/arch/mma_sm90_desc.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
-#include "cutlass/arch/barrier.h"
 
 namespace fusedconv::conv::sm90 {
 
@@ -40,8 +40,6 @@ __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sum)[si
 template <class Traits>
 __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uint32_t filter_ring,
                                         uint32_t input_ring, int warpgroup) {
-  using cutlass::arch::ClusterBarrier;
-  using cutlass::arch::NamedBarrier;
   using T = typename Traits::Element;
   using Mma = typename Traits::Mma;
   constexpr int kAccumulators = Traits::kAccumulators;
@@ -60,12 +58,12 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
   [[maybe_unused]] int const filter_small = p.filter_stage_bytes / 2 >> 4;
   [[maybe_unused]] int const input_small = p.input_stage_bytes / 2 >> 4;
   int const first_tile = kPingPong ? warpgroup : 0;
-  if constexpr (kPingPong) ClusterBarrier::wait(&barriers.filter, 0);
+  if constexpr (kPingPong) wait_for(&barriers.filter, 0);
 
-  PipelineState stage;
+  device::RingCursor cursor;
   if (kPingPong && warpgroup == 1) {
-    stage.skip(p.k_iterations, p.stages);
-    NamedBarrier::arrive(2 * kWarpgroupThreads, kOrderBarrier);  // the other warpgroup goes first
+    cursor.skip(p.k_iterations, p.stages);
+    device::arrive_threads(kOrderBarrier, 2 * kWarpgroupThreads);  // the other warpgroup goes first
   }
   float sum[kAccumulators];
   for (int index = blockIdx.x + first_tile * gridDim.x; index < p.tile_count;
@@ -82,15 +80,15 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
       }
     }
     // Only one warpgroup at a time waits for stages: a parity tells two phases apart, not three.
-    if constexpr (kPingPong) NamedBarrier::sync(2 * kWarpgroupThreads, kOrderBarrier + warpgroup);
+    if constexpr (kPingPong) device::sync_threads(kOrderBarrier + warpgroup, 2 * kWarpgroupThreads);
     [[maybe_unused]] int previous = 0;
     for (int k = 0; k < p.k_iterations; ++k) {
-      ClusterBarrier::wait(&barriers.full[stage.index], stage.phase);
+      wait_for(&barriers.full[cursor.stage], cursor.parity);
       uint32_t const filter_address =
-          filter_ring + (kPingPong ? k : stage.index) * p.filter_stage_bytes + own_filter;
+          filter_ring + (kPingPong ? k : cursor.stage) * p.filter_stage_bytes + own_filter;
       uint64_t a = operand(filter_address, kBlockM);
       uint64_t const b0 = operand(
-          input_ring + stage.index * p.input_stage_bytes + own_positions * 16, p.plane_pitch);
+          input_ring + cursor.stage * p.input_stage_bytes + own_positions * 16, p.plane_pitch);
       if constexpr (Traits::kSplits) {
         // The tensor core drops bits in every addition to an accumulator, which a long sum would
         // show. So a filter row is summed by itself, the small products first, and added with
@@ -124,7 +122,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
             a += uint64_t(p.taps_w * (kTapBytes >> 4));
           }
         }
-        if (first_lane) ClusterBarrier::arrive(&barriers.empty[stage.index]);
+        if (first_lane) device::arrive(&barriers.empty[cursor.stage]);
       } else {
         auto const multiply_tap = [&](uint64_t b, bool accumulate) {
           multiply<Mma>(a, b, sum, accumulate, Indices{});
@@ -136,7 +134,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
         cute::warpgroup_commit_batch();
         if (k > 0) {
           cute::warpgroup_wait<1>();
-          if (first_lane) ClusterBarrier::arrive(&barriers.empty[previous]);
+          if (first_lane) device::arrive(&barriers.empty[previous]);
         }
         cute::warpgroup_arrive();
         if (p.three_by_three) {
@@ -157,18 +155,18 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uin
         }
         cute::warpgroup_commit_batch();
       }
-      previous = stage.index;
-      stage.advance(p.stages);
+      previous = cursor.stage;
+      cursor.advance(p.stages);
     }
     if constexpr (kPingPong) {
-      stage.skip(p.k_iterations, p.stages);
-      NamedBarrier::arrive(2 * kWarpgroupThreads, kOrderBarrier + 1 - warpgroup);
+      cursor.skip(p.k_iterations, p.stages);
+      device::arrive_threads(kOrderBarrier + 1 - warpgroup, 2 * kWarpgroupThreads);
     }
     if constexpr (!Traits::kSplits) {
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (float& value : sum) cute::warpgroup_fence_operand(value);
-      if (first_lane) ClusterBarrier::arrive(&barriers.empty[previous]);
+      if (first_lane) device::arrive(&barriers.empty[previous]);
     }
 
     // The second block of channels of the last tile may hold none.

@@ -19,8 +19,8 @@
 #include "conv/sm90/params.hpp"
 #include "conv/sm90/producer.hpp"
 #include "conv/sm90/traits.hpp"
+#include "cuda/async.hpp"
 #include "cute/arch/config.hpp"
-#include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 
 #if defined(__CUDA_ARCH__) && !defined(CUTE_ARCH_MMA_SM90A_ENABLED)
@@ -40,27 +40,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   constexpr bool kKeepsFilter = Traits::kKeepsFilter;
   auto& barriers = *reinterpret_cast<Barriers*>(shared);
-  uint32_t const filter_ring = cute::cast_smem_ptr_to_uint(shared) + kBarrierBytes;
+  uint32_t const filter_ring = device::shared_address(shared) + kBarrierBytes;
   int const filter_ring_bytes =
       kKeepsFilter ? p.kept_filter_bytes : p.stages * p.filter_stage_bytes;
   unsigned char* const tma_ring = shared + kBarrierBytes + filter_ring_bytes;
   uint32_t const input_ring =
-      cute::cast_smem_ptr_to_uint(tma_ring) + uint32_t(p.tma_stages * p.tma_stage_bytes);
+      device::shared_address(tma_ring) + uint32_t(p.tma_stages * p.tma_stage_bytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
-      ClusterBarrier::init(&barriers.full[i], kWarpgroupWarps + (kKeepsFilter ? 0 : 1));
-      ClusterBarrier::init(&barriers.empty[i], kWarpgroupWarps * (kKeepsFilter ? 1 : kConsumers));
+      device::init_barrier(&barriers.full[i], kWarpgroupWarps + (kKeepsFilter ? 0 : 1));
+      device::init_barrier(&barriers.empty[i], kWarpgroupWarps * (kKeepsFilter ? 1 : kConsumers));
     }
     for (int i = 0; i < p.tma_stages; ++i) {
-      ClusterBarrier::init(&barriers.tma_full[i], 1);
-      ClusterBarrier::init(&barriers.tma_empty[i], kWarpgroupWarps);
+      device::init_barrier(&barriers.tma_full[i], 1);
+      device::init_barrier(&barriers.tma_empty[i], kWarpgroupWarps);
     }
-    ClusterBarrier::init(&barriers.filter, 1);
-    cutlass::arch::fence_barrier_init();
-    cutlass::arch::fence_view_async_shared();
+    device::init_barrier(&barriers.filter, 1);
+    device::fence_barrier_init();
+    device::fence_async_proxy();
     if (kKeepsFilter) {
-      ClusterTransactionBarrier::arrive_and_expect_tx(&barriers.filter, p.kept_filter_bytes);
-      copy_bulk(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);
+      device::arrive_and_expect(&barriers.filter, p.kept_filter_bytes);
+      device::bulk_load(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);
     }
   }
   __syncthreads();

@@ -6,6 +6,7 @@
 
 #include "conv/sm90/raster.hpp"
 #include "conv/sm90/rows.hpp"
+#include "cutlass/arch/barrier.h"
 #include "cutlass/fast_math.h"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"
@@ -122,20 +123,6 @@ struct Tile {
   }
 };
 
-struct PipelineState {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++index == stages) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(int count, int stages) {
-    for (int i = 0; i < count; ++i) advance(stages);
-  }
-};
-
 struct alignas(16) Barriers {
   uint64_t full[kMaxStages];
   uint64_t empty[kMaxStages];
@@ -144,5 +131,11 @@ struct alignas(16) Barriers {
   uint64_t filter;
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
+
+// As device::wait(), but with its loop inside one block of assembly: a loop of the compiler's changes
+// how ptxas allots registers, which are scarce here.
+__device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parity) {
+  cutlass::arch::ClusterBarrier::wait(barrier, parity);
+}
 
 }  // namespace fusedconv::conv::sm90

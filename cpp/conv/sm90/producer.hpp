@@ -17,23 +17,11 @@
 #include "conv/sm90/params.hpp"
 #include "conv/sm90/staging.hpp"
 #include "conv/sm90/traits.hpp"
+#include "cuda/async.hpp"
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
-#include "cutlass/arch/barrier.h"
 
 namespace fusedconv::conv::sm90 {
-
-using cutlass::arch::ClusterBarrier;
-using cutlass::arch::ClusterTransactionBarrier;
-
-__device__ __forceinline__ void copy_bulk(uint32_t target, void const* source, uint32_t bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier))
-      : "memory");
-}
 
 // A warp starts the copies of a k-iteration of a tile, or of the tiles after it: one copy for each
 // row and k-block, zeros outside the input.
@@ -55,7 +43,7 @@ __device__ __forceinline__ void load_rows(Params const& p, CUtensorMap const& ma
   int const row0 = p.raster.pitch_w.div(position);
   int const column = tile.strip * p.raster.strip_width - p.lower_w - lead<Traits>(p, tile.strip);
   int const lane = threadIdx.x % 32;
-  if (lane == 0) ClusterTransactionBarrier::arrive_and_expect_tx(barrier, p.tma_stage_bytes);
+  if (lane == 0) device::arrive_and_expect(barrier, p.tma_stage_bytes);
   int const box_bytes = p.input_row_elements * kKBlockBytes;
   for (int i = lane; i < p.input_rows; i += 32) {
     int slice, row;
@@ -89,8 +77,9 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   using T = typename Traits::Element;
   int const thread = threadIdx.x % kWarpgroupThreads;
   uint32_t const small = uint32_t(p.input_stage_bytes) / 2;
-  PipelineState stage, tma_stage;
-  PipelineState released;  // the TMA stage of the k-iteration before, which all warps have left
+  device::RingCursor cursor, tma_cursor;
+  device::RingCursor
+      released;  // the TMA stage of the k-iteration before, which all warps have left
   Transposer<Traits> transposer;
   ElementLoader<Traits> loader(thread);
   int transposed = 0;  // k-iterations
@@ -116,26 +105,25 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
       }
       for (int iteration_c = 0; iteration_c < p.iterations_c.divisor; ++iteration_c) {
         auto const acquire_stage = [&] {
-          ClusterBarrier::wait(&barriers.empty[stage.index], stage.phase ^ 1);
+          wait_for(&barriers.empty[cursor.stage], cursor.parity ^ 1);
         };
         constexpr bool kAcquiresLate = kTma && Traits::kKeepsFilter;
         if (!kAcquiresLate) acquire_stage();
         if (!Traits::kKeepsFilter && thread == 0) {
-          ClusterTransactionBarrier::arrive_and_expect_tx(&barriers.full[stage.index],
-                                                          p.filter_stage_bytes);
-          copy_bulk(
-              filter_ring + stage.index * p.filter_stage_bytes,
+          device::arrive_and_expect(&barriers.full[cursor.stage], p.filter_stage_bytes);
+          device::bulk_load(
+              filter_ring + cursor.stage * p.filter_stage_bytes,
               p.filter + (int64_t(tile.m) * p.k_iterations + k_iteration) * p.filter_stage_bytes,
-              p.filter_stage_bytes, &barriers.full[stage.index]);
+              p.filter_stage_bytes, &barriers.full[cursor.stage]);
         }
-        uint32_t target = input_ring + stage.index * p.input_stage_bytes;
+        uint32_t target = input_ring + cursor.stage * p.input_stage_bytes;
         if constexpr (kTma) {
-          ClusterBarrier::wait(&barriers.tma_full[tma_stage.index], tma_stage.phase);
+          wait_for(&barriers.tma_full[tma_cursor.stage], tma_cursor.parity);
         }
         for (int k_block = 0; k_block < p.k_blocks_per_stage; ++k_block) {
           if constexpr (kTma) {
             transposer.transpose(p,
-                                 tma_offset + tma_stage.index * p.tma_stage_bytes +
+                                 tma_offset + tma_cursor.stage * p.tma_stage_bytes +
                                      k_block * p.input_rows * p.input_row_elements * kKBlockBytes,
                                  target, small, [&] {
                                    if (kAcquiresLate && k_block == 0) acquire_stage();
@@ -147,21 +135,21 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
           }
           target += 2 * p.plane_pitch * 16;
         }
-        cutlass::arch::fence_view_async_shared();
+        device::fence_async_proxy();
         __syncwarp();
         if (thread % 32 == 0) {
-          ClusterBarrier::arrive(&barriers.full[stage.index]);
-          if (kTma) ClusterBarrier::arrive(&barriers.tma_empty[tma_stage.index]);
+          device::arrive(&barriers.full[cursor.stage]);
+          if (kTma) device::arrive(&barriers.tma_empty[tma_cursor.stage]);
         }
-        stage.advance(p.stages);
+        cursor.advance(p.stages);
         if constexpr (kTma) {
-          tma_stage.advance(p.tma_stages);
+          tma_cursor.advance(p.tma_stages);
           if (transposed > 0) {
             if (transposed % kWarpgroupWarps == thread / 32) {
-              ClusterBarrier::wait(&barriers.tma_empty[released.index], released.phase);
+              wait_for(&barriers.tma_empty[released.stage], released.parity);
               load_rows<Traits>(p, map, index, k_iteration - 1 + p.tma_stages,
-                                &barriers.tma_full[released.index],
-                                tma_ring + released.index * p.tma_stage_bytes);
+                                &barriers.tma_full[released.stage],
+                                tma_ring + released.stage * p.tma_stage_bytes);
             }
             released.advance(p.tma_stages);
           }

@@ -1,5 +1,9 @@
 // From the order of the convolution's accumulators to a tensor, normalised on the way.
-#include "conv/sm90_line.hpp"
+#include <cstdint>
+#include <type_traits>
+
+#include "conv/sm90/passes.hpp"
+#include "conv/sm90/raster.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -15,24 +19,24 @@ constexpr int kThreads = 256;
 constexpr int kColumns = 128;  // positions of a block
 
 struct Params {
-  Line line;
+  Raster raster;
   Affine affine;
   int64_t pixels;
   int channels;
-  int blocks_64;
+  int blocks_m;
   int strips;
   int width;  // channels first: elements that a store may take where pixels allow it
   bool wide;  // channels last: 16-byte stores
 };
 
-// A block turns 64 channels of 128 positions in shared memory:
+// A block transposes 64 channels of 128 positions in shared memory:
 // 1. It loads what two warps' worth of accumulators hold, 16 bytes a thread, and normalises it.
 // 2. Channels first goes out in runs of positions, channels last in 16-byte runs of channels.
 // 3. The same again for the convolution itself, where that is wanted.
 template <class T, class U, bool kChannelsFirst, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
-    unpack_kernel(Params const p, T const* __restrict__ input, U* __restrict__ output,
-                  T* __restrict__ conv_output) {
+    finalize_kernel(Params const p, T const* __restrict__ input, U* __restrict__ output,
+                    T* __restrict__ conv_output) {
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kLoads = kBlockM * kColumns / kVector / kThreads;
   // Rows of the tile, padded against bank conflicts by whole 16 bytes.
@@ -43,33 +47,33 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(sizeof(T) <= sizeof(U), "the tile holds either type");
   __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
 
-  Line const& line = p.line;
+  Raster const& raster = p.raster;
   int block = int(blockIdx.x);
-  int const parts = line.block_n / kColumns;
+  int const parts = raster.block_n / kColumns;
   int const part = block % parts;
   block /= parts;
   // Strips side by side come at the same time: they share the cache lines at their borders.
   int const strip = block % p.strips;
   block /= p.strips;
-  int const block_64 = block % p.blocks_64;
-  block /= p.blocks_64;
-  int const tile_index = block % line.strip_stat_tiles;
-  int const sample = block / line.strip_stat_tiles;
-  int const position0 = tile_index * line.block_n + part * kColumns;
-  if (position0 >= line.positions) return;
+  int const block_m = block % p.blocks_m;
+  block /= p.blocks_m;
+  int const tile_index = block % raster.strip_warpgroup_tiles;
+  int const sample = block / raster.strip_warpgroup_tiles;
+  int const position0 = tile_index * raster.block_n + part * kColumns;
+  if (position0 >= raster.positions) return;
 
   // 64 threads for the 16 channels of an accumulating warp.
   int const warp = threadIdx.x / 64;
   int const lane = threadIdx.x % 32;
-  int const channel0 = block_64 * kBlockM;
+  int const channel0 = block_m * kBlockM;
   int const row = warp * 16 + lane / 4;
   int const column = lane % 4 * 2;
   T const* const source =
       input +
-      (((int64_t(sample) * p.strips + strip) * line.strip_stat_tiles + tile_index) * p.blocks_64 *
-           kBlockM +
-       block_64 * kBlockM + warp * 16) *
-          line.block_n +
+      (((int64_t(sample) * p.strips + strip) * raster.strip_warpgroup_tiles + tile_index) *
+           p.blocks_m * kBlockM +
+       block_m * kBlockM + warp * 16) *
+          raster.block_n +
       part * (16 * kColumns) + threadIdx.x % 64 * kVector;
   device::Pack<T, kVector> loaded[kLoads];
 #pragma unroll
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   ChannelAffine const constants[2] = {ChannelAffine::of(p.affine, sample, channel0 + row),
                                       ChannelAffine::of(p.affine, sample, channel0 + row + 8)};
 
-  // Vector i holds, for one or two groups of eight positions, two positions of two channels.
+  // Vector i holds, for one or two octets, two positions of two channels.
   auto const put = [&](auto normalize) {
     using Result = decltype(normalize(T{}, 0));
     constexpr int kRow = row_of(sizeof(Result));
@@ -88,9 +92,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kLoads; ++i) {
 #pragma unroll
       for (int j = 0; j < kVector; j += 2) {
-        int const group = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4) + j / 4;
+        int const octet = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4) + j / 4;
         int const r = row + j % 4 / 2 * 8;
-        int const c = group * 8 + column;
+        int const c = octet * 8 + column;
         device::Pack<Result, 2> pair;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -112,19 +116,19 @@ __global__ void __launch_bounds__(kThreads)
     auto const* const elements = reinterpret_cast<Result const*>(tile);
     int const thread_lane = threadIdx.x % 32;
     if constexpr (kChannelsFirst) {
-      // A lane keeps four neighbouring positions for all rows, half a group.
+      // A lane keeps four neighbouring positions for all rows, half an octet.
       Result* const planes = target + (int64_t(sample) * p.channels + channel0) * p.pixels;
       int const rows = min(kBlockM, p.channels - channel0);
       int const first = thread_lane * 4;
-      Group const group(line, strip, position0 + first / 8 * 8);
+      Octet const octet(raster, strip, position0 + first / 8 * 8);
       int const k = first % 8;
-      int const pixel = group.pixel(k);
+      int const pixel = octet.pixel(k);
       bool valid[4];
       bool run = true;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        valid[i] = group.valid_either(k + i);
-        run &= valid[i] && group.pixel(k + i) == pixel + i;
+        valid[i] = octet.valid_either(k + i);
+        run &= valid[i] && octet.pixel(k + i) == pixel + i;
       }
       // Elements that one store may take: rows of the output begin where they like.
       int const width = !run ? 1 : pixel % 4 == 0 ? p.width : pixel % 2 == 0 ? min(p.width, 2) : 1;
@@ -145,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
         } else {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            if (valid[i]) plane[group.pixel(k + i)] = values.values[i];
+            if (valid[i]) plane[octet.pixel(k + i)] = values.values[i];
           }
         }
       }
@@ -158,10 +162,10 @@ __global__ void __launch_bounds__(kThreads)
           target + int64_t(sample) * p.pixels * p.channels + channel0 + channel;
 #pragma unroll 4
       for (int c = int(threadIdx.x) / kLanes; c < kColumns; c += kThreads / kLanes) {
-        Group const group(line, strip, position0 + c / 8 * 8);
-        if (!group.valid_either(c % 8) || left <= 0) continue;
+        Octet const octet(raster, strip, position0 + c / 8 * 8);
+        if (!octet.valid_either(c % 8) || left <= 0) continue;
         auto const values = device::Pack<Result, kWide>::load(elements + c * kRow + channel);
-        Result* const pixel = channels + int64_t(group.pixel(c % 8)) * p.channels;
+        Result* const pixel = channels + int64_t(octet.pixel(c % 8)) * p.channels;
         if (p.wide && left >= kWide) {
           values.store(pixel);
         } else {
@@ -190,45 +194,47 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void unpack(ConvProblem const& c, Schedule const& s, groupnorm::Passes const& passes,
-            UnpackTensors const& tensors, cudaStream_t stream) {
-  GroupNormProblem const& norm = passes.problem;
-  bool const first = passes.output_layout == Layout::kChannelsFirst;
+void finalize(Config const& config, GroupNormProblem const& problem, FinalizeTensors const& tensors,
+              cudaStream_t stream) {
+  ConvProblem const& c = config.problem;
+  Schedule const& s = config.schedule;
+  bool const first = problem.output_layout == Layout::kChannelsFirst;
   Params p{};
-  p.line = Line::of(c, s);
-  p.affine = groupnorm::affine_of(norm, tensors.weight, tensors.bias, tensors.statistics);
+  p.raster = Raster::of(c, s);
+  p.affine = groupnorm::affine_of(problem, tensors.weight, tensors.bias, tensors.statistics);
   p.pixels = int64_t(c.z) * c.p * c.q;
   p.channels = c.k;
-  p.blocks_64 = int(ceil_div(c.k, kBlockM));
+  p.blocks_m = int(ceil_div(c.k, kBlockM));
   p.strips = s.strips;
   bool const aligned =
       device::is_aligned(tensors.output, 16) &&
       (tensors.conv_output == nullptr || device::is_aligned(tensors.conv_output, 16));
   p.width = !aligned ? 1 : p.pixels % 4 == 0 ? 4 : p.pixels % 2 == 0 ? 2 : 1;
-  p.wide = aligned && c.k * size_of(norm.dtype) % 16 == 0;
+  p.wide = aligned && c.k * size_of(problem.dtype) % 16 == 0;
   dim3 const grid = device::checked_grid(
-      "sm90 unpack", int64_t(c.n) * s.stat_tiles * p.blocks_64 * (s.block_n / kColumns));
-  bool const activate = norm.activation_before != Activation::kIdentity ||
-                        norm.activation_after != Activation::kIdentity;
-  device::dispatch_type(norm.dtype, [&](auto t) {
+      "sm90 finalize", problem.batch * s.warpgroup_tiles * p.blocks_m * (s.block_n / kColumns));
+  bool const activate = problem.activation_before != Activation::kIdentity ||
+                        problem.activation_after != Activation::kIdentity;
+  device::dispatch_type(problem.dtype, [&](auto t) {
     using T = decltype(t);
     auto const launch = [&](auto u) {
       using U = decltype(u);
       device::dispatch_bool(first, [&](auto channels_first) {
         device::dispatch_bool(activate, [&](auto activates) {
-          unpack_kernel<T, U, channels_first.value, activates.value><<<grid, kThreads, 0, stream>>>(
-              p, static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
-              static_cast<T*>(tensors.conv_output));
+          finalize_kernel<T, U, channels_first.value, activates.value>
+              <<<grid, kThreads, 0, stream>>>(p, static_cast<T const*>(tensors.input),
+                                              static_cast<U*>(tensors.output),
+                                              static_cast<T*>(tensors.conv_output));
         });
       });
     };
-    if (passes.output_dtype == norm.dtype) {
+    if (problem.output_dtype == problem.dtype) {
       launch(T{});
     } else {
       launch(float{});
     }
   });
-  FUSEDCONV_CUDA("sm90 unpack", cudaGetLastError());
+  FUSEDCONV_CUDA("sm90 finalize", cudaGetLastError());
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -49,7 +49,8 @@ void bind_program(py::module_& m) {
   m.def("query_device", &query_device, py::arg("index"),
         "What a CUDA device of this machine is. Raises KernelError where there is none.");
   py::class_<Operand>(m, "Operand", "Where a step finds a tensor; made by a Program, else absent.")
-      .def(py::init<>());
+      .def(py::init<>())
+      .def_property_readonly("present", &Operand::present);
   py::class_<Step, std::shared_ptr<Step>>(m, "Step", "One pass over memory.")
       .def("describe", &Step::describe, "What the step does, in one line.");
   py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")

@@ -132,8 +132,8 @@ struct alignas(16) Barriers {
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-// As device::wait(), but with its loop inside one block of assembly: a loop of the compiler's changes
-// how ptxas allots registers, which are scarce here.
+// As device::wait(), but with its loop inside one block of assembly: a loop of the compiler's
+// changes how ptxas allots registers, which are scarce here.
 __device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parity) {
   cutlass::arch::ClusterBarrier::wait(barrier, parity);
 }

@@ -1,7 +1,7 @@
 // The warpgroup that fills the stages. A k-iteration:
 // 1. Its warps wait until the consumers have left the stage and, where TMA loads the input, until
-//    its rows have landed; rows are read while the stage is still in use where nothing else
-//    hinders.
+//    its rows have landed. Where the filter is kept, the first rows are read before the stage is
+//    free.
 // 2. One thread starts the bulk copy of the filter's part, unless the filter is kept.
 // 3. All threads transpose the rows, or load elements, to K-major planes, rounded or split.
 // 4. Each warp makes its stores visible to the tensor cores, arrives at the stage's barrier and
@@ -78,8 +78,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uin
   int const thread = threadIdx.x % kWarpgroupThreads;
   uint32_t const small = uint32_t(p.input_stage_bytes) / 2;
   device::RingCursor cursor, tma_cursor;
-  device::RingCursor
-      released;  // the TMA stage of the k-iteration before, which all warps have left
+  // The TMA stage of the k-iteration before, which all warps leave.
+  device::RingCursor released;
   Transposer<Traits> transposer;
   ElementLoader<Traits> loader(thread);
   int transposed = 0;  // k-iterations

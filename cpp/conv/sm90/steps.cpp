@@ -6,6 +6,7 @@
 namespace fusedconv::conv::sm90 {
 namespace {
 
+// Returns the config for a constructor's list of members.
 Config const& served(Config const& config) {
   if (Support const& support = config.schedule.support; !support) {
     throw InvalidArgument(detail::join(config.row->name, ": ", support.reason));
@@ -15,21 +16,27 @@ Config const& served(Config const& config) {
   return config;
 }
 
+template <class T>
+void expect(Config const& config, char const* what, T const& got, T const& expected) {
+  if (got == expected) return;
+  throw InvalidArgument(
+      detail::join(config.row->name, ": ", what, ": got ", got, ", expected ", expected));
+}
+
 FilterSource const& matching(Config const& config, FilterSource const& source) {
   ConvProblem const& c = config.problem;
-  bool const same =
-      source.c == c.c && source.k == c.k && source.t == c.t && source.r == c.r && source.s == c.s;
-  FUSEDCONV_CHECK(same, config.row->name, ": the weight is ", source.c, "x", source.k, "x",
-                  source.t, "x", source.r, "x", source.s, ", the convolution's ", c.c, "x", c.k,
-                  "x", c.t, "x", c.r, "x", c.s);
+  expect<int64_t>(config, "input channels of the weight", source.c, c.c);
+  expect<int64_t>(config, "output channels of the weight", source.k, c.k);
+  expect<int64_t>(config, "taps along depth", source.t, c.t);
+  expect<int64_t>(config, "taps along height", source.r, c.r);
+  expect<int64_t>(config, "taps along width", source.s, c.s);
   return source;
 }
 
 GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
-  FUSEDCONV_CHECK(problem.channels == config.problem.k, config.row->name, ": channels is ",
-                  problem.channels, ", the convolution has ", config.problem.k);
-  FUSEDCONV_CHECK(problem.dtype == config.tile().traits().dtype, config.row->name, ": dtype is ",
-                  name_of(problem.dtype));
+  expect<int64_t>(config, "channels", problem.channels, config.problem.k);
+  expect<std::string>(config, "dtype", name_of(problem.dtype),
+                      name_of(config.tile().traits().dtype));
   return problem;
 }
 

@@ -2,6 +2,7 @@
 
 #include "conv/sm90/passes.hpp"
 #include "fusedconv/check.hpp"
+#include "groupnorm/describe.hpp"
 
 namespace fusedconv::conv::sm90 {
 namespace {
@@ -83,11 +84,9 @@ std::string Convolve::describe() const {
   std::string result = detail::join(config_.row->name, " (", name_of(config_.layout), ", ",
                                     s.tma ? "TMA" : "loads by element");
   if (s.strips > 1) result += detail::join(", ", s.strips, " strips");
-  result += ")";
-  if (bias_.present()) result += " + bias";
-  if (activation_ != Activation::kIdentity) result += detail::join(" + ", name_of(activation_));
-  if (partials_.present()) result += " + moments";
-  return result;
+  return groupnorm::join_parts(
+      " + ", {result + ")", bias_.present() ? "bias" : "", groupnorm::step_name(activation_),
+              partials_.present() ? "moments" : ""});
 }
 
 std::vector<Operand> Convolve::operands() const {
@@ -144,18 +143,13 @@ Finalize::Finalize(Config const& config, GroupNormProblem const& problem, Operan
       conv_output_(conv_output) {}
 
 std::string Finalize::describe() const {
-  std::string result;
-  auto const add = [&result](char const* pass) {
-    if (!result.empty()) result += " + ";
-    result += pass;
-  };
-  if (problem_.activation_before != Activation::kIdentity) add(name_of(problem_.activation_before));
-  if (statistics_.present()) add("normalize");
-  if (problem_.activation_after != Activation::kIdentity) add(name_of(problem_.activation_after));
-  if (result.empty()) add("copy");
-  result += detail::join(" (accumulator order -> ", name_of(problem_.output_layout), ")");
-  if (conv_output_.present()) result += ", and the convolution's output";
-  return result;
+  std::string const passes =
+      groupnorm::join_parts(" + ", {groupnorm::step_name(problem_.activation_before),
+                                    statistics_.present() ? "normalize" : "",
+                                    groupnorm::step_name(problem_.activation_after)});
+  return detail::join(passes.empty() ? "copy" : passes, " (accumulator order -> ",
+                      name_of(problem_.output_layout), ")",
+                      conv_output_.present() ? ", and the convolution's output" : "");
 }
 
 std::vector<Operand> Finalize::operands() const {

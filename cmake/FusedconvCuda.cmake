@@ -140,6 +140,7 @@ foreach(folder IN LISTS CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES)
 endforeach()
 
 add_library(fusedconv_device_code INTERFACE)
+target_compile_features(fusedconv_device_code INTERFACE cuda_std_20)
 target_compile_options(
   fusedconv_device_code
   INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fusedconv.device import Device
+from fusedconv.norms import KINDS, Norm
 from fusedconv.plan import (
     BackwardKernel,
     BackwardPlan,
@@ -24,7 +25,6 @@ from fusedconv.problem import (
     Bias,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     Residual,
 )
 from fusedconv.reference import (
@@ -134,12 +134,8 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
     match stage:
         case Residual():
             return "torch add residual"
-        case Norm(kind="affine"):
-            return "torch affine map of channels"
-        case Norm(kind="layer"):
-            return "torch.layer_norm over channels"
         case Norm():
-            return "torch.group_norm"
+            return KINDS[stage.kind].operator
     return f"torch {stage.name}"
 
 

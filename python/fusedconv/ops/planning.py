@@ -11,13 +11,13 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.device import device_record
 from fusedconv.layout import layout_of
+from fusedconv.norms import Norm
 from fusedconv.plan import BackwardPlan, ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
     BackwardProblem,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     epilogue,
 )
 from fusedconv.recording import record

@@ -244,8 +244,8 @@ static __device__ __noinline__ float activate_by_call(Activation activation, flo
   return activate(activation, x);
 }
 
-// The derivative; behind a call for the same reason.
-static __device__ __noinline__ float slope_by_call(Activation activation, float x) {
+// The derivative.
+__device__ __forceinline__ float slope(Activation activation, float x) {
   return dispatch_activation(activation, [x](auto a) { return a.slope(x); });
 }
 

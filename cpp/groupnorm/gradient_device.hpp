@@ -7,9 +7,13 @@
 #include "cuda/tile.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/gradient.hpp"
-#include "groupnorm/partition.hpp"
 
 namespace fusedconv::groupnorm {
+
+// Behind a call for the reason that activate_by_call has.
+static __device__ __noinline__ float slope_by_call(Activation activation, float x) {
+  return device::slope(activation, x);
+}
 
 // With the forward pass's statistics as it saved them, [batch, groups] each.
 struct GradientAffine : Affine {
@@ -50,8 +54,8 @@ __device__ __forceinline__ Point point_of(float x, float grad, Channel const& ch
   Point point{(a - channel.mean) * channel.rstd, grad};
   if constexpr (kActivate) {
     if (affine.activation_after != Activation::kIdentity) {
-      point.gradient *= device::slope_by_call(affine.activation_after,
-                                              fmaf(point.normalized, channel.weight, channel.bias));
+      point.gradient *= slope_by_call(affine.activation_after,
+                                      fmaf(point.normalized, channel.weight, channel.bias));
     }
   }
   return point;
@@ -65,7 +69,7 @@ __device__ __forceinline__ float grad_input_of(float x, float grad, Channel cons
                                  point.normalized * terms.projection);
   if constexpr (kActivate) {
     if (affine.activation_before != Activation::kIdentity) {
-      result *= device::slope_by_call(affine.activation_before, x);
+      result *= slope_by_call(affine.activation_before, x);
     }
   }
   return result;
@@ -78,30 +82,6 @@ __device__ __forceinline__ float2 warp_sum(float2 value) {
     value.y += __shfl_down_sync(~0u, value.y, offset);
   }
   return value;
-}
-
-// Calls body(index, vector of x, vector of g) for the thread's share of a block's vectors, with
-// several loads in flight.
-template <class T, int kVector, class Body>
-__device__ __forceinline__ void for_each_vector(T const* x, T const* g, int64_t vectors,
-                                                Body const& body) {
-  using Pack = device::Pack<T, kVector>;
-  constexpr int kAhead = 2;
-  int64_t i = threadIdx.x;
-  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
-    Pack px[kAhead];
-    Pack pg[kAhead];
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      px[j] = Pack::load(x + (i + j * kThreads) * kVector);
-      pg[j] = Pack::load(g + (i + j * kThreads) * kVector);
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) body(i + j * kThreads, px[j], pg[j]);
-  }
-  for (; i < vectors; i += kThreads) {
-    body(i, Pack::load(x + i * kVector), Pack::load(g + i * kVector));
-  }
 }
 
 // Calls body with the widest vector that serves input, gradient and result: they have one shape.

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   T const* const x = input + int64_t(plane) * pixels + begin;
   T const* const g = grad + int64_t(plane) * pixels + begin;
   float2 sums{};
-  auto const add = [&](int64_t, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
+  auto const add = [&](Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     float2 part{};
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
@@ -51,7 +51,22 @@ __global__ void __launch_bounds__(kThreads)
     sums.x += part.x;
     sums.y += part.y;
   };
-  for_each_vector<T, kVector>(x, g, vectors, add);
+  constexpr int kAhead = 2;
+  int64_t i = threadIdx.x;
+  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
+    Pack<T, kVector> px[kAhead];
+    Pack<T, kVector> pg[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      px[j] = Pack<T, kVector>::load(x + (i + j * kThreads) * kVector);
+      pg[j] = Pack<T, kVector>::load(g + (i + j * kThreads) * kVector);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) add(px[j], pg[j]);
+  }
+  for (; i < vectors; i += kThreads) {
+    add(Pack<T, kVector>::load(x + i * kVector), Pack<T, kVector>::load(g + i * kVector));
+  }
   float2 const total = block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }

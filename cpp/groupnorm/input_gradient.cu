@@ -34,7 +34,23 @@ __global__ void __launch_bounds__(kThreads)
     }
     result.store(output + base + i * kVector);
   };
-  for_each_vector<T, kVector>(input + base, grad + base, vectors, put);
+  constexpr int kAhead = 2;
+  int64_t i = threadIdx.x;
+  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
+    Pack<T, kVector> px[kAhead];
+    Pack<T, kVector> pg[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      px[j] = Pack<T, kVector>::load(input + base + (i + j * kThreads) * kVector);
+      pg[j] = Pack<T, kVector>::load(grad + base + (i + j * kThreads) * kVector);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) put(i + j * kThreads, px[j], pg[j]);
+  }
+  for (; i < vectors; i += kThreads) {
+    put(i, Pack<T, kVector>::load(input + base + i * kVector),
+        Pack<T, kVector>::load(grad + base + i * kVector));
+  }
 }
 
 // Channels last. Block (row block, slab) of a sample.

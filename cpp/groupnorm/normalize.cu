@@ -26,7 +26,13 @@ __global__ void __launch_bounds__(kThreads)
   U* const target = output + int64_t(plane) * pixels + begin;
   int64_t const vectors = size / kVector;
   auto const store = [&](int64_t vector, Pack<T, kVector> const& loaded) {
-    normalized_pack<U, kActivate>(loaded, channel, affine).store(target + vector * kVector);
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    result.store(target + vector * kVector);
   };
   int64_t i = threadIdx.x;
   for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
@@ -56,7 +62,13 @@ __global__ void __launch_bounds__(kThreads)
     auto const channel =
         ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
     auto const loaded = Pack<T, kVector>::load(input + i);
-    normalized_pack<U, kActivate>(loaded, channel, affine).store(output + i);
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    result.store(output + i);
   }
 }
 

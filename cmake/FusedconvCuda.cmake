@@ -4,7 +4,8 @@
 #   fusedconv_device_code   flags for device code
 
 set(nvcc_oldest 12.0)  # the first to know sm_90a and C++20
-set(nvcc_packages "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt nvidia-nvvm")
+set(nvcc_packages
+    "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt nvidia-nvvm")
 
 # Sets the variable to the path where it is an nvcc of sufficient version, and clears it if not.
 function(fusedconv_check_nvcc variable)
@@ -127,8 +128,8 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS nvcc_oldest)
 endif()
 set(FUSEDCONV_WITH_CUDA TRUE)
 
-# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack. CMake
-# itself links the static runtime where a target has CUDA sources.
+# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack.
+# CMake itself links the static runtime where a target has CUDA sources.
 add_library(fusedconv_cuda_headers INTERFACE)
 target_include_directories(fusedconv_cuda_headers SYSTEM
                            INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -32,7 +32,8 @@ endif()
 if(fusedconv_nvcc_jobs LESS 1)
   set(fusedconv_nvcc_jobs 1)
 endif()
-set(FUSEDCONV_NVCC_JOBS ${fusedconv_nvcc_jobs} CACHE STRING "Units compiled by nvcc at once (Ninja)")
+set(FUSEDCONV_NVCC_JOBS ${fusedconv_nvcc_jobs}
+    CACHE STRING "Units compiled by nvcc at once (Ninja)")
 set_property(GLOBAL APPEND PROPERTY JOB_POOLS fusedconv_nvcc=${FUSEDCONV_NVCC_JOBS})
 
 find_package(OpenMP COMPONENTS CXX)

@@ -1,5 +1,5 @@
-# A room is an object library and the file that binds it. Rooms know nothing of Python, so modules for
-# several Python versions share their objects.
+# A room is an object library and the file that binds it. Libraries know nothing of Python, so
+# modules for several Python versions share their objects.
 
 # fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file> [ARCHITECTURES <architecture>...])
 # builds fusedconv_<name>, for all listed architectures unless given, and adds it to the module.
@@ -19,10 +19,10 @@ function(fusedconv_add_room)
   target_link_libraries(_C PRIVATE ${library})
 endfunction()
 
-# As fusedconv_add_room(), for convolutions of one family of architectures. With ARCHITECTURES, it is
-# built for those of them that FUSEDCONV_CUDA_ARCHITECTURES lists, and not at all where it lists none.
-# Families that are built are in the global property fusedconv_families, and the module's sources see
-# FUSEDCONV_WITH_<NAME>.
+# As fusedconv_add_room(), for the convolutions of one family of architectures. With ARCHITECTURES,
+# it is built for those of them that FUSEDCONV_CUDA_ARCHITECTURES lists, and not at all where it
+# lists none. The global property fusedconv_families names what is built, and the module's sources
+# see FUSEDCONV_WITH_<NAME>.
 function(fusedconv_add_family)
   cmake_parse_arguments(PARSE_ARGV 0 family "" "NAME;BINDING" "SOURCES;ARCHITECTURES")
   set(architectures "")

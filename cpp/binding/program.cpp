@@ -4,9 +4,11 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <utility>
 
 #include "binding/binding.hpp"
 #include "fusedconv/check.hpp"
@@ -19,18 +21,18 @@ namespace {
 // call's path.
 class Addresses {
  public:
-  explicit Addresses(py::list const& list) : size_(list.size()) {
-    FUSEDCONV_CHECK(size_ <= addresses_.size(), "pointers: got ", size_);
-    for (std::size_t i = 0; i < size_; ++i) {
-      addresses_[i] = PyLong_AsSize_t(PyList_GET_ITEM(list.ptr(), Py_ssize_t(i)));
+  explicit Addresses(py::list const& list) : count_(int(list.size())) {
+    FUSEDCONV_CHECK(count_ <= Program::kMaxSlots, "pointers: got ", count_);
+    for (int i = 0; i < count_; ++i) {
+      addresses_[i] = PyLong_AsSize_t(PyList_GET_ITEM(list.ptr(), i));
       if (addresses_[i] == std::size_t(-1) && PyErr_Occurred()) throw py::error_already_set();
     }
   }
-  std::span<uintptr_t const> span() const { return {addresses_.data(), size_}; }
+  std::span<uintptr_t const> span() const { return {addresses_.data(), std::size_t(count_)}; }
 
  private:
   static_assert(sizeof(std::size_t) == sizeof(uintptr_t), "PyLong_AsSize_t reads addresses");
-  std::size_t size_;
+  int count_;
   std::array<uintptr_t, Program::kMaxSlots> addresses_;
 };
 

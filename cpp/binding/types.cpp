@@ -8,6 +8,7 @@
 #include "binding/binding.hpp"
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
+#include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "fusedconv/support.hpp"

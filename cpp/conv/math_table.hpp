@@ -20,7 +20,7 @@ struct MathTraits {
   char const* name;
   char const* precision;  // what a caller asks for: tf32, fp32, fp16 or bf16
   DType dtype;            // of input, weight, bias and output
-  int parts;              // elements that the filter holds for each of the weight's
+  int parts;              // terms that an operand is split into
 
   constexpr int element_bytes() const { return static_cast<int>(size_of(dtype)); }
 };

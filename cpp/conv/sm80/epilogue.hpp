@@ -1,10 +1,9 @@
 // The convolution's epilogue: bias and activation.
 #pragma once
 
-#include "cuda/math.hpp"
 #include "cutlass/array.h"
 #include "cutlass/numeric_conversion.h"
-#include "fusedconv/types.hpp"
+#include "fusedconv/activation.hpp"
 
 namespace fusedconv::conv::sm80 {
 

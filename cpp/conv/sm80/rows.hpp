@@ -10,7 +10,6 @@
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
 #include "fusedconv/activation.hpp"
-#include "fusedconv/types.hpp"
 
 namespace fusedconv::conv::sm80 {
 

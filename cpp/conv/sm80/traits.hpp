@@ -77,6 +77,8 @@ struct Traits {
   static_assert(kDimensions == 2 || kDimensions == 3, "CUTLASS iterates two or three axes");
   static_assert(Tile::kK == Warp::kK, "slices of K per warp would need a reduction");
   static_assert(Tile::kM % Warp::kM == 0 && Tile::kN % Warp::kN == 0, "warps tile the block");
+  static_assert(cutlass::sizeof_bits<ElementOutput>::value == 8 * traits_of(kMath).element_bytes(),
+                "the output has the dtype that the table of math states");
   static_assert(kStages >= 3, "cp.async needs a multistage mainloop");
 
   using Epilogue = BiasActivation<ElementOutput, 128 / cutlass::sizeof_bits<ElementOutput>::value>;

@@ -1,5 +1,4 @@
-// Errors: one exception type for misuse, one for a kernel that failed. Nothing prints, nothing
-// exits.
+// Errors: one exception type for misuse, one for a kernel that failed. Nothing prints or exits.
 #pragma once
 
 #include <sstream>

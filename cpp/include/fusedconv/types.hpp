@@ -7,8 +7,7 @@
 
 namespace fusedconv {
 
-// The names of an enum's values, by value; Python's enums take theirs from here. Values count from
-// 0.
+// The names of an enum's values, which count from 0. Python's enums take theirs from here.
 template <class E>
 inline constexpr std::array<char const*, 0> kNames{};
 
@@ -16,8 +15,7 @@ enum class DType : int { kFloat32, kFloat16, kBFloat16 };
 template <>
 inline constexpr std::array kNames<DType>{"float32", "float16", "bfloat16"};
 
-// Where the channel axis lies: N, C, pixels or N, pixels, C. Pixels are all spatial axes,
-// flattened.
+// Where the channel axis lies: N, C, pixels or N, pixels, C. Pixels are all spatial axes together.
 enum class Layout : int { kChannelsFirst, kChannelsLast };
 template <>
 inline constexpr std::array kNames<Layout>{"nchw", "nhwc"};

@@ -14,8 +14,7 @@ __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// ---- mbarriers
-// -----------------------------------------------------------------------------------
+// ---- mbarriers ----
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -58,8 +57,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// ---- bulk copies
-// ---------------------------------------------------------------------------------
+// ---- bulk copies ----
 
 // Addresses and sizes are multiples of 16 bytes. Bulk copies go past the load-store unit: when DRAM
 // is the limit, they do not hold up the threads' own accesses to shared memory, as copies by the
@@ -97,8 +95,7 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- named barriers
-// ------------------------------------------------------------------------------
+// ---- named barriers ----
 
 // Of `threads` threads of the block, whole warps, which meet at barrier `index`, 1 to 15.
 __device__ __forceinline__ void sync_threads(int index, int threads) {
@@ -110,8 +107,7 @@ __device__ __forceinline__ void arrive_threads(int index, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
-// ---- rings
-// ---------------------------------------------------------------------------------------
+// ---- rings ----
 
 // A stage of a ring, and the parity of its current use.
 struct RingCursor {

@@ -89,8 +89,8 @@ struct Pack {
     for (int i = 0; i < kWords; ++i) result.words[i] = reinterpret_cast<Word const*>(source)[i];
     return result;
   }
-  // Makes the compiler convert the values anew after this point. Else a kernel that goes over its packs
-  // more than once keeps 16-bit values as floats, in twice the registers.
+  // Makes the compiler convert the values anew after this point. Else a kernel that goes over its
+  // packs more than once keeps 16-bit values as floats, in twice the registers.
   __device__ __forceinline__ void forget() {
     if constexpr (sizeof(T) == 2 && kBytes >= 4) {
 #pragma unroll

@@ -3,7 +3,12 @@
 //
 // With a = before(x), xhat = (a - mean) rstd, g = grad_output after'(xhat weight + bias) and means
 // over the group: grad_a = rstd (weight g - mean(weight g) - xhat mean(weight g xhat)), grad_weight
-// = sum(g xhat), grad_bias = sum(g). Deterministic: sums are merged in a fixed order.
+// = sum(g xhat), grad_bias = sum(g). In two passes over the input and the gradient:
+//   1. gradient_sums(): each block's share of its channels' sums of g and g xhat.
+//   2. merge_gradient_sums(): a channel's partial sums add up in a fixed order, and a group's
+//      channels, weighted, to the group's terms.
+//   3. affine_gradients(): a channel's sums over all samples.
+//   4. input_gradient(): each element's gradient, from its group's terms.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -24,8 +24,7 @@ __device__ __forceinline__ float2 block_sum(float2 value) {
   return value;
 }
 
-// ---- partial sums
-// ---------------------------------------------------------------------------------------
+// ---- partial sums ----
 
 // Channels first. Block (split, plane): partial sums of g and g xhat, [plane, split].
 template <class T, int kVector, bool kActivate>
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- merging ------------------------------------------------------------------------------------
+// ---- merging ----
 
 // One block per (sample, group): channel sums [sample, channel], of `count` partial sums each, and
 // the group's terms.
@@ -178,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- launches -----------------------------------------------------------------------------------
+// ---- launches ----
 
 template <class T, bool kActivate>
 void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, GradientSum* partials,

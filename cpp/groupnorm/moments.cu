@@ -14,7 +14,7 @@ namespace {
 using device::Moments;
 using device::Pack;
 
-// ---- moments, channels first -------------------------------------------------------------------
+// ---- moments, channels first ----
 
 // A group is one contiguous run. Block (split, group):
 // 1. Scalars up to the first 16-byte boundary and behind the last one.
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) device::store(targets, group, device::statistics_of(total, eps));
 }
 
-// ---- moments, channels last --------------------------------------------------------------------
+// ---- moments, channels last ----
 
 // Block (row block, slab of channels) of one sample; a thread keeps its channels.
 // 1. kLoads rows per thread and step: per channel, moments of the values, about the block's first
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) device::store(targets, blockIdx.x, device::statistics_of(total, eps));
 }
 
-// ---- launches ----------------------------------------------------------------------------------
+// ---- launches ----
 
 template <class T>
 void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTargets const& targets,

@@ -11,7 +11,7 @@ namespace {
 
 using device::Pack;
 
-// ---- normalisation -----------------------------------------------------------------------------
+// ---- normalisation ----
 
 // Block (split, plane): one channel of one sample is contiguous.
 template <class T, class U, int kVector, bool kActivate>
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(device::kTileThreads)
   }
 }
 
-// ---- launches ----------------------------------------------------------------------------------
+// ---- launches ----
 
 template <class T, class U, bool kActivate>
 void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors,

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
   }
 }
 
-// ---- launches ----------------------------------------------------------------------------------
+// ---- launches ----
 
 template <class T, int kVector, bool kActivate>
 void launch_block(ResidentConfig const& config, GroupNormProblem const& p,

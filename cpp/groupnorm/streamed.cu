@@ -1,3 +1,4 @@
+// stream.hpp has the procedure; statistics here are moments.
 #include "groupnorm/streamed.hpp"
 
 #include <algorithm>

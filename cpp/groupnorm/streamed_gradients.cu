@@ -1,3 +1,4 @@
+// stream.hpp has the procedure; statistics here are the sums that gradient.hpp names.
 #include "groupnorm/streamed_gradients.hpp"
 
 #include "cuda/math.hpp"

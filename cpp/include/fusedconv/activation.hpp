@@ -190,18 +190,20 @@ struct Silu {
 #endif
 };
 
-// Calls body with the struct of an activation whose code is known at run time. A switch, which
-// compilers turn into fewer branches than a chain of comparisons.
-template <class Body>
-FUSEDCONV_INLINE constexpr decltype(auto) dispatch_activation(Activation code, Body&& body) {
+// Calls body with the struct of an activation whose code is known at run time, and with values, if
+// any: device code of a lambda that captures them comes out differently. A switch, which compilers
+// turn into fewer branches than a chain of comparisons.
+template <class Body, class... Values>
+FUSEDCONV_INLINE constexpr decltype(auto) dispatch_activation(Activation code, Body&& body,
+                                                              Values... values) {
   switch (code) {
-    case Activation::kIdentity: return body(Identity{});
-    case Activation::kRelu: return body(Relu{});
-    case Activation::kGelu: return body(Gelu{});
-    case Activation::kGeluTanh: return body(GeluTanh{});
-    case Activation::kSilu: return body(Silu{});
+    case Activation::kIdentity: return body(Identity{}, values...);
+    case Activation::kRelu: return body(Relu{}, values...);
+    case Activation::kGelu: return body(Gelu{}, values...);
+    case Activation::kGeluTanh: return body(GeluTanh{}, values...);
+    case Activation::kSilu: return body(Silu{}, values...);
   }
-  return body(Identity{});
+  return body(Identity{}, values...);
 }
 
 template <class... Each>
@@ -235,7 +237,7 @@ namespace device {
 
 // The branches are uniform over the grid: the activation is one argument of the launch.
 __device__ __forceinline__ float activate(Activation activation, float x) {
-  return dispatch_activation(activation, [x](auto a) { return a.value(x); });
+  return dispatch_activation(activation, [](auto a, float v) { return a.value(v); }, x);
 }
 
 // The same behind a call. Kernels that hold many values in registers use it, or each of their
@@ -246,7 +248,7 @@ static __device__ __noinline__ float activate_by_call(Activation activation, flo
 
 // The derivative.
 __device__ __forceinline__ float slope(Activation activation, float x) {
-  return dispatch_activation(activation, [x](auto a) { return a.slope(x); });
+  return dispatch_activation(activation, [](auto a, float v) { return a.slope(v); }, x);
 }
 
 // The value of an activation that is known at compile time, quick where it has such a form.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import test_gpu_gradients
 import torch
 from problems import backward_problem, geometry_of, group_norm_stage, problem
 from reference import channels_last
@@ -19,6 +20,8 @@ from fusedconv.selection import choose
 pytestmark = pytest.mark.skipif(
     not fusedconv.build["cuda"], reason="fusedconv was built without CUDA"
 )
+
+STREAMED = ("groupnorm_streamed", "groupnorm_backward_streamed")
 
 
 def kernel_named(name):
@@ -72,9 +75,34 @@ def test_kernels_serve_what_their_conditions_say(name, architecture):
         assert answers.count(True) >= 30
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", test_gpu_gradients.KERNELS)
+def test_gradients_are_served_as_their_conditions_say(name, architecture):
+    kernel, device = kernel_named(name), KNOWN[architecture]
+    answers = []
+    for shape, groups, layout in with_layouts(CASES + LARGE_CASES):
+        for dtype in FLOOR:
+            asked = backward_problem(norm_alone(shape, groups, dtype, layout, save=True))
+            expected = test_gpu_gradients.serves_gradients(
+                name,
+                shape,
+                groups,
+                dtype,
+                asked.forward.layout == "nhwc",
+                capability=divmod(architecture, 10),
+                multiprocessors=device.multiprocessors,
+            )
+            support = kernel.supports(asked, device)
+            assert bool(support) == expected, (shape, groups, dtype, layout, support.reason)
+            answers.append(expected)
+    if name in STREAMED and architecture < 90:
+        assert not any(answers)
+    else:
+        assert answers.count(True) >= 10
+
+
 # ---- devices that are not here -------------------------------------------------------------------
 
-STREAMED = ("groupnorm_streamed", "groupnorm_backward_streamed")
 #: A problem that every kernel of ours serves on an H200.
 COMMON = norm_alone((16, 64, 64, 64), 8, torch.float32)
 

@@ -15,6 +15,7 @@ import fusedconv
 from fusedconv import ForwardProblem
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.device import KNOWN
+from fusedconv.kernels.cuda.program import NotBuiltForward
 from fusedconv.problem import Problem
 from fusedconv.registry import registry
 
@@ -89,7 +90,11 @@ def chosen(provider: str) -> set[str]:
 
 
 def kernels() -> list[str]:
-    return [f"{k.provider}:{k.name}" for k in registry().kernels() if k.provider in ARCHITECTURES]
+    return [
+        f"{k.provider}:{k.name}"
+        for k in registry().kernels()
+        if k.provider in ARCHITECTURES and not isinstance(k, NotBuiltForward)
+    ]
 
 
 @pytest.mark.parametrize("kernel", kernels())

@@ -88,8 +88,8 @@ def assert_matches(started: list[str], patterns: list[str]) -> None:
 
 
 def calls(device: str, dtype: torch.dtype, layout: str, kernel: str) -> Iterator[Case]:
-    """Calls that a kernel or provider serves. Norm weights are in float32: their gradients come in
-    it, and no kernel beside the steps' converts them."""
+    """Calls that a kernel or provider serves, of planes that gradients stream. Norm weights are in
+    float32: their gradients come in it, and no kernel beside the steps' converts them."""
 
     def leaf(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape).to(device, kind).requires_grad_()
@@ -98,17 +98,17 @@ def calls(device: str, dtype: torch.dtype, layout: str, kernel: str) -> Iterator
         return LAYOUTS[layout](x.to(device, dtype)).requires_grad_()
 
     if kernel.startswith(("groupnorm", "cpu", "torch")):
-        x = place(torch.randn(4, 32, 24, 24))
+        x = place(torch.randn(4, 32, 48, 48))
         weight, bias = (leaf(32, kind=torch.float32) for _ in range(2))
         for keywords in ({}, {"activation": "gelu"}, {"activation": "silu", "order": "norm_act"}):
             yield (
                 lambda x=x, affine=(weight, bias), keywords=keywords: functional.group_norm(
-                    x, 4, *affine, **keywords
+                    x, 8, *affine, **keywords
                 ),
                 [x, weight, bias],
             )
     if not kernel.startswith("groupnorm"):
-        x = place(torch.randn(3, 20, 14, 16))
+        x = place(torch.randn(3, 20, 46, 48))
         weight, bias = leaf(20, 24, 3, 3), leaf(24)
         affine = {name: leaf(24, kind=torch.float32) for name in ("norm_weight", "norm_bias")}
         for keywords in (

@@ -1,4 +1,4 @@
-"""Problems and geometries for the tests, and what explain says of a call without printing it."""
+"""Problems, stages and geometries for the tests, and what explain says without printing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import fusedconv
-from fusedconv import ConvTransposeGeometry, NormGeometry, Problem
+from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm
+from fusedconv.problem import GRADIENTS, epilogue
 
 
 def conv_geometry(**changes: Any) -> ConvTransposeGeometry:
@@ -22,7 +23,6 @@ def conv_geometry(**changes: Any) -> ConvTransposeGeometry:
         "output_padding": (1, 0),
         "dilation": (1, 2),
         "groups": 2,
-        "bias": True,
         "weight_strides": (18, 6, 2, 1),
     }
     return ConvTransposeGeometry(**{**fields, **changes})
@@ -40,19 +40,38 @@ def geometry_of(weight: torch.Tensor, **changes: Any) -> ConvTransposeGeometry:
         "output_padding": (0,) * axes,
         "dilation": (1,) * axes,
         "groups": 1,
-        "bias": False,
         "weight_strides": weight.stride(),
     }
     return ConvTransposeGeometry(**{**fields, **changes})
 
 
-def problem(**changes: Any) -> Problem:
-    """A convolution with a normalisation on the processor, changed."""
+def group_norm_stage(num_groups: int = 2, **changes: Any) -> Norm:
+    """A GroupNorm with weight and bias in float32, changed."""
     fields = {
-        "device": "cpu",
-        "device_index": 0,
-        "architecture": 0,
-        "multiprocessors": 0,
+        "kind": "group",
+        "num_groups": num_groups,
+        "eps": 1e-5,
+        "weight": True,
+        "bias": True,
+        "affine_dtype": torch.float32,
+    }
+    return Norm(**{**fields, **changes})
+
+
+def problem(
+    *,
+    activation: str = "gelu",
+    order: str = "act_norm",
+    norm: Norm | None = group_norm_stage(),  # noqa: B008 (frozen)
+    bias: bool | None = None,
+    **changes: Any,
+) -> ForwardProblem:
+    """A convolution with bias, activation and normalisation in float32, changed.
+
+    Without an ``epilogue`` of its own it has the one of a function's arguments; ``bias`` None is
+    one where there is a convolution.
+    """
+    fields = {
         "dtype": torch.float32,
         "output_dtype": torch.float32,
         "precision": "fp32",
@@ -61,12 +80,32 @@ def problem(**changes: Any) -> Problem:
         "batch": 3,
         "channels": 4,
         "spatial": (5, 7),
-        "activation": "gelu",
-        "order": "act_norm",
         "conv": conv_geometry(),
-        "norm": NormGeometry(2, 1e-5, True, True, torch.float32),
+        **changes,
     }
-    return Problem(**{**fields, **changes})
+    has_bias = fields["conv"] is not None if bias is None else bias
+    fields.setdefault("epilogue", epilogue(has_bias, activation, order, norm))
+    return ForwardProblem(**fields)
+
+
+def backward_problem(
+    forward: ForwardProblem | None = None, *gradients: str, **changes: Any
+) -> BackwardProblem:
+    """A backward pass of a problem that saves, of the gradients named or of all that it has."""
+    forward = forward or problem(save=True)
+    if not gradients:
+        absent = set() if forward.conv is not None else {"conv_output", "weight", "bias"}
+        absent |= set() if forward.bias else {"bias"}
+        absent |= set() if forward.norm is not None else {"norm_weight", "norm_bias"}
+        absent |= {"residual"} - {str(stage) for stage in forward.epilogue}
+        gradients = tuple(name for name in GRADIENTS if name not in absent)
+    fields = {
+        "grad_dtype": forward.output_dtype,
+        "grad_layout": forward.output_layout,
+        "aligned": True,
+        "gradients": gradients,
+    }
+    return BackwardProblem.of(forward, **{**fields, **changes})
 
 
 def explained(target: Any, *args: Any, **kwargs: Any) -> list[Any]:

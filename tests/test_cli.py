@@ -74,6 +74,47 @@ def test_explain_chooses_the_group_norm_by_size_and_layout(arguments, kernel):
     assert kernel in output.splitlines()[1], output
 
 
+def test_explain_gives_the_backward_pass_where_it_is_asked_for():
+    for system, parts in (("system1", ("epilogue", "input, weight, bias")), ("system3", None)):
+        without = invoke("explain", "--system", system)
+        output = invoke("explain", "--system", system, "--gradients")
+        assert "gradients of" not in without and "saving for backward" not in without
+        forward, backward = output.split("gradients of ")
+        assert "saving for backward" in forward.splitlines()[0]
+        asked, *lines = backward.splitlines()
+        if parts is None:
+            assert asked.startswith("input, norm_weight, norm_bias through group_norm 8 on ")
+            assert sum("kernel of epilogue: " in line for line in lines) == 1
+            continue
+        assert asked.startswith(
+            "conv_output, input, weight, bias, norm_weight, norm_bias through conv_transpose2d"
+        )
+        for part in parts:
+            assert sum(f"kernel of {part}: " in line for line in lines) == 1
+        assert any("torch.ops.aten.convolution_backward for input, weight" in x for x in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gradients"),
+    [
+        ("--no-bias", "conv_output, input, weight, norm_weight, norm_bias"),
+        ("--num-groups 0", "conv_output, input, weight, bias"),
+        ("--num-groups 0 --activation identity", "input, weight, bias"),
+        ("--num-groups 0 --activation identity --no-bias", "input, weight"),
+        ("--out-channels 0", "input, norm_weight, norm_bias"),
+    ],
+)
+def test_explained_gradients_are_those_that_there_are(arguments, gradients):
+    output = invoke("explain", "--gradients", *arguments.split())
+    assert f"\ngradients of {gradients} through " in output
+
+
+def test_explain_on_the_processor_gives_gradients_too():
+    output = invoke("explain", "--gradients", "--device", "cpu", "--system", "system1")
+    assert "kernel of epilogue: torch_epilogue_backward" in output
+    assert "runs on CUDA" in output or "built without CUDA" in output
+
+
 def test_explain_gives_the_reason_of_a_refusal():
     output = invoke("explain", "--stride", "2")
     assert "provider torch" in output

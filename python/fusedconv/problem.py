@@ -279,7 +279,7 @@ class BackwardProblem:
 
     ``gradients`` are of GRADIENTS. ``grad_dtype`` and ``grad_layout`` are those of the output's
     gradient; ``aligned`` says that its address and those of the saved tensors are multiples of 16
-    bytes.
+    bytes, as far as they are dense.
 
     Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of
     the input, where there is no convolution), norm weight, norm bias and residual; "input",

@@ -263,7 +263,7 @@ def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) ->
     if not any(asked):
         return Gradients(bias=grad_bias)
     with precision_scope(problem.forward.precision):
-        grad_input, grad_weight, bias_sum = torch.ops.aten.convolution_backward(
+        found = torch.ops.aten.convolution_backward(
             grad.to(dtype),
             tensors.input,
             weight,
@@ -276,4 +276,8 @@ def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) ->
             conv.groups,
             asked,
         )
+    # Some of torch's backends give what was not asked for.
+    grad_input, grad_weight, bias_sum = (
+        gradient if wanted else None for gradient, wanted in zip(found, asked, strict=True)
+    )
     return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias if sums else bias_sum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -250,7 +251,8 @@ def backward_plan(
     needs: Sequence[bool],
 ) -> BackwardPlan:
     """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
-    aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
+    saved = call.input if conv_output is None else conv_output
+    aligned = _is_aligned(grad), _is_aligned(saved)
     arguments = tuple(_hashable(value) for value in call)
     key = (
         grad.stride(),
@@ -264,11 +266,14 @@ def backward_plan(
     )
     plan: Any = cached(key)
     if plan is None or record.active:
+        grad_layout = layout_of(grad.shape, grad.stride())
+        # What is neither dense layout is copied to memory that is.
+        copied = grad_layout == "strided", layout_of(saved.shape, saved.stride()) == "strided"
         problem = BackwardProblem.of(
             call.problem(True),
             grad_dtype=grad.dtype,
-            grad_layout=layout_of(grad.shape, grad.stride()),
-            aligned=aligned,
+            grad_layout=grad_layout,
+            aligned=all(map(operator.or_, aligned, copied)),
             gradients=[name for name, need in zip(names, needs, strict=True) if need],
         )
         device = device_record(call.input.device)

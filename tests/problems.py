@@ -58,11 +58,14 @@ def group_norm_stage(num_groups: int = 2, **changes: Any) -> Norm:
     return Norm(**{**fields, **changes})
 
 
+GROUP_NORM = group_norm_stage()
+
+
 def problem(
     *,
     activation: str = "gelu",
     order: str = "act_norm",
-    norm: Norm | None = group_norm_stage(),  # noqa: B008 (frozen)
+    norm: Norm | None = GROUP_NORM,
     bias: bool | None = None,
     **changes: Any,
 ) -> ForwardProblem:

@@ -26,7 +26,6 @@ def geometry(weight, stride, padding, output_padding, dilation, groups=1):
         output_padding=output_padding,
         dilation=dilation,
         groups=groups,
-        bias=False,
         weight_strides=tuple(weight.stride()),
     )
 
@@ -228,7 +227,7 @@ def test_padding_that_would_crop_the_input_is_refused_with_a_reason():
     assert "padding (2, 5)" in refusal(weight, (1, 1), (2, 5), (1, 2), (9, 9))
 
 
-def test_a_stride_along_an_axis_of_one_position_is_no_obstacle():
+def test_a_stride_along_an_axis_of_one_position_is_served():
     """The single phase then is that of stride 1, but for steps along an axis of one output."""
     weight = torch.empty(2, 2, 1, 3)
     strided = lower(geometry(weight, (2, 1), (0, 1), (0, 0), (1, 1)), (1, 9)).single()

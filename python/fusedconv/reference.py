@@ -92,7 +92,8 @@ def compose(
     conv_output = None
     if problem.conv is not None:
         assert weight is not None
-        x = conv_output = conv_transpose(problem.conv, x, weight, bias)
+        # Autocast around the operator lowers torch's convolution.
+        x = conv_output = conv_transpose(problem.conv, x, weight, bias).to(problem.dtype)
     output, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
     return Outputs(
         dense(output, problem.output_layout), conv_output if problem.save else None, mean, rstd

@@ -59,7 +59,8 @@ class CpuPlan(ForwardPlan):
         x = input
         if problem.conv is not None:
             assert weight is not None
-            x = conv_output = conv_transpose(problem.conv, input, weight, bias)
+            # Autocast around the operator lowers torch's convolution.
+            x = conv_output = conv_transpose(problem.conv, input, weight, bias).to(problem.dtype)
         layout = layout_of(x.shape, x.stride())
         if layout == "strided":
             x = x.contiguous()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import conv_geometry, problem
-from reference import CONVOLUTIONS, channels_last, strided
+from reference import CONVOLUTIONS
 
 from fusedconv import Problem
-from fusedconv.problem import conv_fp32_precision, dtype_name, layout_of, resolve_precision
 
 
 def test_frozen_hashable_and_equal_by_value():
@@ -138,101 +136,3 @@ def test_text_names_what_matters():
     assert "saving" not in str(plain)
     assert str(problem(conv=None, norm=None, activation="identity")).startswith("identity on ")
     assert "cuda sm_90" in str(problem(device="cuda", architecture=90))
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)], ids=str)
-def test_layout_of_dense_and_strided_tensors(shape):
-    x = torch.empty(shape)
-    assert layout_of(tuple(x.shape), x.stride()) == "nchw"
-    last = channels_last(x)
-    assert layout_of(tuple(last.shape), last.stride()) == ("nhwc" if len(shape) > 2 else "nchw")
-    wide = strided(x)
-    assert layout_of(tuple(wide.shape), wide.stride()) == "strided"
-    expanded = x[:1].expand(shape)
-    assert layout_of(tuple(expanded.shape), expanded.stride()) == "strided"
-
-
-def test_layout_of_torchs_memory_formats():
-    for shape, memory_format in (
-        ((2, 3, 4, 5), torch.channels_last),
-        ((2, 3, 4, 5, 6), torch.channels_last_3d),
-    ):
-        x = torch.empty(shape).contiguous(memory_format=memory_format)
-        assert layout_of(tuple(x.shape), x.stride()) == "nhwc"
-
-
-@given(
-    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple),
-    order=st.randoms(use_true_random=False),
-)
-def test_layout_of_any_permutation(shape, order):
-    """Dense in an order of axes is nchw or nhwc exactly where torch calls such a view contiguous:
-    axes of extent 1 do not matter."""
-    axes = list(range(len(shape)))
-    order.shuffle(axes)
-    memory = torch.empty([shape[axis] for axis in axes])
-    x = memory.permute([axes.index(axis) for axis in range(len(shape))])
-    assert tuple(x.shape) == shape
-    expected = "strided"
-    if x.movedim(1, -1).is_contiguous():
-        expected = "nhwc"
-    if x.is_contiguous():
-        expected = "nchw"
-    assert layout_of(shape, x.stride()) == expected
-
-
-def test_layout_ignores_strides_of_single_extents():
-    assert layout_of((1, 3, 1, 5), (7, 5, 99, 1)) == "nchw"
-    assert layout_of((1, 3, 1, 5), (7, 1, 99, 3)) == "nhwc"
-
-
-@pytest.fixture
-def switches():
-    """torch's precision switches, put back afterwards."""
-    older = torch.backends.cudnn.allow_tf32
-    yield torch.backends.cudnn
-    if hasattr(torch.backends.cudnn, "conv"):
-        torch.backends.cudnn.conv.fp32_precision = "none"
-    torch.backends.cudnn.allow_tf32 = older
-
-
-def test_precision_follows_the_older_switch(switches):
-    switches.allow_tf32 = True
-    assert conv_fp32_precision() == "tf32"
-    assert resolve_precision(torch.float32, "cuda", None) == "tf32"
-    switches.allow_tf32 = False
-    assert conv_fp32_precision() == "fp32"
-    assert resolve_precision(torch.float32, "cuda", None) == "fp32"
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cudnn, "conv"), reason="this torch has the older switch only"
-)
-def test_precision_follows_the_newer_switch(switches):
-    for older, newer in itertools.product((True, False), ("tf32", "ieee")):
-        switches.allow_tf32 = older
-        switches.conv.fp32_precision = newer
-        assert conv_fp32_precision() == ("tf32" if newer == "tf32" else "fp32"), (older, newer)
-
-
-def test_precision_argument_overrides_the_switches(switches):
-    for allowed in (True, False):
-        switches.allow_tf32 = allowed
-        assert resolve_precision(torch.float32, "cuda", "fp32") == "fp32"
-        assert resolve_precision(torch.float32, "cuda", "tf32") == "tf32"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "fp64")],
-)
-def test_precision_of_other_dtypes_is_their_own(dtype, precision):
-    assert resolve_precision(dtype, "cuda", None) == precision
-    assert resolve_precision(dtype, "cpu", precision) == precision
-    with pytest.raises(ValueError, match=rf"precision: got 'tf32'.*{dtype_name(dtype)}.*expected"):
-        resolve_precision(dtype, "cuda", "tf32")
-
-
-def test_processors_compute_float32_in_float32(switches):
-    switches.allow_tf32 = True
-    assert resolve_precision(torch.float32, "cpu", None) == "fp32"

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.device import device_record
 from fusedconv.layout import layout_of
-from fusedconv.plan import BackwardPlan, ForwardPlan
+from fusedconv.plan import BackwardPlan, ForwardPlan, JoinedPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
     BackwardProblem,
@@ -250,6 +250,8 @@ def backward_plan(
     needs: Sequence[bool],
 ) -> BackwardPlan:
     """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
+    if not any(needs):
+        return JoinedPlan(())
     aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
     arguments = tuple(_hashable(value) for value in call)
     key = (

@@ -252,6 +252,9 @@ def backward_plan(
     """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
     if not any(needs):
         return JoinedPlan(())
+    if isinstance(call, ConvCall) and call.precision is None:
+        resolved = resolve_precision(call.input.dtype, call.input.device.type, None)
+        call = call._replace(precision=resolved)
     aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
     arguments = tuple(_hashable(value) for value in call)
     key = (

@@ -312,6 +312,8 @@ def test_forced_kernels_of_gradients_are_told_apart(force):
 def test_gradients_of_nothing_have_a_plan_of_nothing():
     plan = conv_backward_plan(**{**CONV_BACKWARD, "needs": [False] * 5})
     assert plan.steps == ()
+    absent = {**NORM_BACKWARD, "needs": [False, True, False], "weight": None}
+    assert norm_backward_plan(**absent).steps == ()
 
 
 # ---- calls ---------------------------------------------------------------------------------------

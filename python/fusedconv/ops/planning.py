@@ -107,6 +107,11 @@ class NormCall(NamedTuple):
     order: str
     output_dtype: torch.dtype | None
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Input, weight, bias."""
+        return self.input, self.weight, self.bias
+
     def geometry(self) -> Norm:
         """Every check of the call; TypeError or ValueError names what is wrong."""
         input = self.input
@@ -249,8 +254,14 @@ def backward_plan(
     names: tuple[str, ...],
     needs: Sequence[bool],
 ) -> BackwardPlan:
-    """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
-    if not any(needs):
+    """The plan of the gradients that ``needs`` asks for, of a call that saved; ``names`` are what
+    a problem calls the gradients of the call's tensors."""
+    wanted = [
+        name
+        for name, need, tensor in zip(names, needs, call.tensors, strict=True)
+        if need and tensor is not None
+    ]
+    if not wanted:
         return JoinedPlan(())
     if isinstance(call, ConvCall) and call.precision is None:
         resolved = resolve_precision(call.input.dtype, call.input.device.type, None)
@@ -263,7 +274,7 @@ def backward_plan(
         grad.device,
         None if conv_output is None else conv_output.stride(),
         aligned,
-        tuple(needs),
+        tuple(wanted),
         arguments,
         forced_kernels(),
     )
@@ -274,7 +285,7 @@ def backward_plan(
             grad_dtype=grad.dtype,
             grad_layout=layout_of(grad.shape, grad.stride()),
             aligned=aligned,
-            gradients=[name for name, need in zip(names, needs, strict=True) if need],
+            gradients=wanted,
         )
         device = device_record(call.input.device)
         plan = plan_for(problem, device, key)

@@ -366,8 +366,8 @@ def report_choices(problems: Sequence[dict[str, Any]]) -> None:
     for time in ("graph", "call"):
         for key in ("forward", "epilogue"):
             for half, records in zip(("fitted", "other"), halves(problems), strict=True):
-                found = load(records, key, time)
-                report(f"{key}, all candidates, {time} times, {half} half", found, COSTS)
+                if found := load(records, key, time):
+                    report(f"{key}, all candidates, {time} times, {half} half", found, COSTS)
 
 
 def report_torch(problems: Sequence[dict[str, Any]], costs: vendor.CostConstants) -> None:

@@ -79,8 +79,8 @@ def test_explain_gives_the_backward_pass_where_it_is_asked_for():
     for system, parts in (("system1", ("epilogue", "input, weight, bias")), ("system3", None)):
         without = invoke("explain", "--system", system)
         output = invoke("explain", "--system", system, "--gradients")
-        assert "gradients of" not in without and "saving for backward" not in without
-        forward, backward = output.split("gradients of ")
+        assert "\ngradients of" not in without and "saving for backward" not in without
+        forward, backward = output.split("\ngradients of ")
         assert "saving for backward" in forward.splitlines()[0]
         asked, *lines = backward.splitlines()
         if parts is None:

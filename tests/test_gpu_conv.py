@@ -85,7 +85,7 @@ def test_row_against_fp64(name, monkeypatch, eager_precision):
     # Rows of the sm_90 family serve any number of axes, some of them up to 64 output channels.
     dimensions = getattr(kernel.row, "dimensions", None)
     cases = [case for case in CASES_2D + CASES_3D if dimensions in (None, len(case[2]))]
-    if name.endswith("_pingpong"):
+    if name.endswith("_ping_pong"):
         cases = [case for case in cases if case[1] <= 64]
     for number, case in enumerate(cases):
         channels, out, spatial, kernel_size, padding, dilation, has_bias = case
@@ -171,9 +171,9 @@ def random_problem(generator: random.Random) -> dict[str, Any]:
     ("sharing", "precision"),
     [
         (sharing, precision)
-        for sharing in ("pingpong", "cooperative_m", "cooperative_n")
+        for sharing in ("ping_pong", "cooperative_m", "cooperative_n")
         for precision in PRECISIONS
-        if (sharing, precision) != ("pingpong", "fp32")
+        if (sharing, precision) != ("ping_pong", "fp32")
     ],
 )
 def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision):

@@ -71,11 +71,9 @@ def config(
 def test_rows_are_named_by_math_tile_and_sharing():
     names = [row.name for row in rows()]
     assert len(set(names)) == len(names) == 11
-    endings = {"ping_pong": "pingpong"}
     for row in rows():
-        sharing = endings.get(row.sharing.name, row.sharing.name)
         m, n, _ = row.tile
-        assert row.name == f"sm90_conv_{row.math.name}_{m}x{n}_{sharing}"
+        assert row.name == f"sm90_conv_{row.math.name}_{m}x{n}_{row.sharing.name}"
     assert {row.math.name for row in rows()} == {"tf32", "tf32x3", "f16", "bf16"}
     # The filter of strict fp32 is twice as large: it has no row that keeps it in shared memory.
     assert "tf32x3" not in {r.math.name for r in rows() if r.sharing.name == "ping_pong"}

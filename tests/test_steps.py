@@ -98,12 +98,12 @@ def calls(device: str, dtype: torch.dtype, layout: str, kernel: str) -> Iterator
         return LAYOUTS[layout](x.to(device, dtype)).requires_grad_()
 
     if kernel.startswith(("groupnorm", "cpu", "torch")):
-        x = place(torch.randn(4, 32, 48, 48))
+        x = place(torch.randn(4, 32, 32, 64))
         weight, bias = (leaf(32, kind=torch.float32) for _ in range(2))
         for keywords in ({}, {"activation": "gelu"}, {"activation": "silu", "order": "norm_act"}):
             yield (
                 lambda x=x, affine=(weight, bias), keywords=keywords: functional.group_norm(
-                    x, 8, *affine, **keywords
+                    x, 4, *affine, **keywords
                 ),
                 [x, weight, bias],
             )

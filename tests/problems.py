@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import fusedconv
-from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm
-from fusedconv.problem import GRADIENTS, epilogue
+from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm, Residual
+from fusedconv.problem import epilogue
 
 
 def conv_geometry(**changes: Any) -> ConvTransposeGeometry:
@@ -97,11 +97,16 @@ def backward_problem(
     """A backward pass of a problem that saves, of the gradients named or of all that it has."""
     forward = forward or problem(save=True)
     if not gradients:
-        absent = set() if forward.conv is not None else {"conv_output", "weight", "bias"}
-        absent |= set() if forward.bias else {"bias"}
-        absent |= set() if forward.norm is not None else {"norm_weight", "norm_bias"}
-        absent |= {"residual"} - {str(stage) for stage in forward.epilogue}
-        gradients = tuple(name for name in GRADIENTS if name not in absent)
+        conv, norm = forward.conv is not None, forward.norm
+        has = {
+            "input": True,
+            "weight": conv,
+            "bias": forward.bias,
+            "norm_weight": norm is not None and norm.weight,
+            "norm_bias": norm is not None and norm.bias,
+            "residual": Residual() in forward.epilogue,
+        }
+        gradients = tuple(name for name, present in has.items() if present)
     fields = {
         "grad_dtype": forward.output_dtype,
         "grad_layout": forward.output_layout,

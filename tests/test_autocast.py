@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
+from operators import CONV, conv_arguments, of_fakes
 from reference import assert_as_accurate_as_torch
 from systems import composition, perturbed
 
@@ -53,3 +54,17 @@ def test_autocast_leaves_float64_alone():
         result = module(x)
     assert result.dtype == torch.float64
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "cpu"])
+@pytest.mark.parametrize("save", [False, True])
+def test_outputs_of_the_operator_have_the_dtypes_that_are_promised(kernel, save, force):
+    """What TorchScript calls, which knows nothing of autocast around it."""
+    force(kernel)
+    arguments = conv_arguments(save=save)
+    expected = CONV(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = CONV(*arguments)
+    for real, fake, wide in zip(actual, of_fakes(CONV, arguments), expected, strict=True):
+        assert (real.shape, real.dtype) == (fake.shape, fake.dtype)
+        assert reference.relative_error(real, wide) < 2e-2

@@ -12,8 +12,9 @@ from processes import python
 from rich.console import Console
 
 import fusedconv
-from fusedconv import benchmark, cli, registry
+from fusedconv import benchmark, registry
 from fusedconv.cli import main
+from fusedconv.cli.bench import _observer
 
 
 def invoke(*arguments: str) -> str:
@@ -340,7 +341,7 @@ def test_bench_shows_a_bar_on_a_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=140)
     cell = benchmark.Cell.of(RECORD)
-    with cli._observer(console) as observer:
+    with _observer(console) as observer:
         observer.planned(4)
         observer.began(cell, "eager")
         observer.measured(RECORD, 0.25)
@@ -353,7 +354,7 @@ def test_bench_shows_a_bar_on_a_terminal():
 
 
 def test_bench_writes_lines_elsewhere(capsys):
-    with cli._observer(Console(file=io.StringIO())) as observer:
+    with _observer(Console(file=io.StringIO())) as observer:
         observer.planned(4)
         observer.began(benchmark.Cell.of(RECORD), "eager")
         observer.measured(RECORD, 0.25)

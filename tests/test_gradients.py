@@ -139,12 +139,11 @@ def test_gradients_with_affine_and_incoming_gradient_of_any_strides(dtype, order
     incoming = torch.randn(2, 6, 5, 7).to(dtype)
     _, mean, rstd = NORM(x, 3, weight, bias, 1e-5, "gelu", order, None)
     backward = torch.ops.fusedconv.group_norm_backward
-    arguments = (3, "gelu", order, [True] * 3)
-    affine = (strided(weight), strided(bias))
+    saved, rest = (mean, rstd, [True] * 3, x, 3), (1e-5, "gelu", order, None)
     for place in (lambda t: t, strided, channels_last, lambda t: t[..., :1].expand(2, 6, 5, 7)):
         grad = place(incoming)
-        actual = backward(grad, x, mean, rstd, *affine, *arguments)
-        expected = backward(grad.contiguous(), x, mean, rstd, weight, bias, *arguments)
+        actual = backward(grad, *saved, strided(weight), strided(bias), *rest)
+        expected = backward(grad.contiguous(), *saved, weight, bias, *rest)
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -275,14 +274,18 @@ def test_a_derivative_of_the_backward_operator_is_refused(name):
     """Nobody differentiates it by way of the operators; called by hand it must not give zeros."""
     x = torch.randn(2, 4, 5, requires_grad=True)
     mean, rstd = torch.zeros(2, 2), torch.ones(2, 2)
-    saved = (torch.randn(2, 4, 5), x)
     stages = ("gelu", "act_norm")
     if name == "group_norm":
-        arguments = (*saved, mean, rstd, None, None, 2, *stages, [True, False, False])
+        saved = (mean, rstd)
+        needs = [True, False, False]
+        arguments = (x, 2, None, None, 1e-5, *stages, None)
     else:
-        saved = (*saved, torch.randn(4, 4, 1), x.detach(), mean, rstd, None, None)
-        arguments = (*saved, [1], [0], [0], [1], 1, *stages, 2, "fp32", [True, *[False] * 4])
-    grad, *_ = getattr(torch.ops.fusedconv, f"{name}_backward")(*arguments)
+        saved = (x.detach(), mean, rstd)
+        needs = [True, *[False] * 4]
+        conv = (torch.randn(4, 4, 1), None, [1], [0], [0], [1], 1)
+        arguments = (x, *conv, *stages, 2, None, None, 1e-5, "fp32", None)
+    backward = getattr(torch.ops.fusedconv, f"{name}_backward")
+    grad, *_ = backward(torch.randn(2, 4, 5), *saved, needs, *arguments)
     with pytest.raises(RuntimeError, match=rf"fusedconv::{name}_backward: got a second deriv"):
         grad.sum().backward()
 
@@ -325,7 +328,8 @@ def test_gradients_have_their_tensors_dtypes_before_autograd_casts_them(affine):
     x = torch.randn(2, 4, 5, 6).bfloat16()
     weight, bias = torch.randn(4).to(affine), torch.randn(4).to(affine)
     output, mean, rstd = NORM(x, 2, weight, bias, 1e-5, "gelu", "norm_act", None)
+    arguments = (x, 2, weight, bias, 1e-5, "gelu", "norm_act", None)
     grads = torch.ops.fusedconv.group_norm_backward(
-        torch.randn_like(output), x, mean, rstd, weight, bias, 2, "gelu", "norm_act", [True] * 3
+        torch.randn_like(output), mean, rstd, [True] * 3, *arguments
     )
     assert [grad.dtype for grad in grads] == [torch.bfloat16, affine, affine]

@@ -1,4 +1,4 @@
-"""Layouts in memory: what comes out of the modules, and which plan serves which layout."""
+"""Layouts in memory: how they are read, what modules make of them, and whose plans they get."""
 
 from __future__ import annotations
 
@@ -6,12 +6,97 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from problems import explained
-from reference import channels_last, is_channels_last, memory_at, strided
+from reference import LAYOUTS, channels_last, is_channels_last, memory_at, strided
 from systems import MODULES, SPATIAL, perturbed
 
 from fusedconv import ConvTransposeActNorm2d, GroupNorm
 from fusedconv.kernels.cpu import CpuPlan
+from fusedconv.layout import dense, dense_strides, empty, layout_of, result_layout_of
+
+# ---- reading and making them ---------------------------------------------------------------------
+
+SHAPES = [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layout_of_dense_and_strided_tensors(shape):
+    x = torch.empty(shape)
+    assert layout_of(tuple(x.shape), x.stride()) == "nchw"
+    last = channels_last(x)
+    assert layout_of(tuple(last.shape), last.stride()) == ("nhwc" if len(shape) > 2 else "nchw")
+    wide = strided(x)
+    assert layout_of(tuple(wide.shape), wide.stride()) == "strided"
+    expanded = x[:1].expand(shape)
+    assert layout_of(tuple(expanded.shape), expanded.stride()) == "strided"
+
+
+def test_layout_of_torchs_memory_formats():
+    for shape, memory_format in (
+        ((2, 3, 4, 5), torch.channels_last),
+        ((2, 3, 4, 5, 6), torch.channels_last_3d),
+    ):
+        x = torch.empty(shape).contiguous(memory_format=memory_format)
+        assert layout_of(tuple(x.shape), x.stride()) == "nhwc"
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple),
+    order=st.randoms(use_true_random=False),
+)
+def test_layout_of_any_permutation(shape, order):
+    """Dense in an order of axes is nchw or nhwc exactly where torch calls such a view contiguous:
+    axes of extent 1 do not matter."""
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    memory = torch.empty([shape[axis] for axis in axes])
+    x = memory.permute([axes.index(axis) for axis in range(len(shape))])
+    assert tuple(x.shape) == shape
+    expected = "strided"
+    if x.movedim(1, -1).is_contiguous():
+        expected = "nhwc"
+    if x.is_contiguous():
+        expected = "nchw"
+    assert layout_of(shape, x.stride()) == expected
+
+
+def test_layout_ignores_strides_of_single_extents():
+    assert layout_of((1, 3, 1, 5), (7, 5, 99, 1)) == "nchw"
+    assert layout_of((1, 3, 1, 5), (7, 1, 99, 3)) == "nhwc"
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 4, 1)], ids=str)
+def test_dense_tensors_have_dense_strides(shape, layout):
+    x = torch.randn(shape)
+    expected = LAYOUTS[layout](x)
+    for place in LAYOUTS.values():
+        made = dense(place(x), layout)
+        assert torch.equal(made, x)
+        assert layout_of(shape, made.stride()) == layout_of(shape, expected.stride())
+    made = empty(x.double(), shape, layout, torch.float16)
+    assert (made.shape, made.dtype) == (x.shape, torch.float16)
+    if 1 not in shape:
+        assert dense_strides(shape, layout) == made.stride() == expected.stride()
+
+
+def test_a_dense_tensor_is_not_copied():
+    x = torch.randn(2, 3, 4, 5)
+    assert dense(x, "nchw").data_ptr() == x.data_ptr()
+    last = channels_last(x)
+    assert dense(last, "nhwc").data_ptr() == last.data_ptr()
+    assert dense(x, "nhwc").data_ptr() != x.data_ptr()
+
+
+def test_results_are_channels_last_only_where_the_input_is():
+    x = torch.randn(2, 3, 4, 5)
+    for place, layout in ((LAYOUTS["nchw"], "nchw"), (channels_last, "nhwc"), (strided, "nchw")):
+        assert result_layout_of(place(x)) == layout
+
+
+# ---- modules and plans ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", MODULES)

@@ -48,55 +48,27 @@ def test_opcheck_of_group_norm(case):
 @pytest.mark.parametrize("case", NORM_CASES)
 @pytest.mark.parametrize("needs", [[True, True, True], [True, False, False], [False, True, True]])
 def test_opcheck_of_the_backward_of_group_norm(case, needs):
-    x, num_groups, weight, bias, eps, activation, order, _ = norm_arguments(**NORM_CASES[case])
-    output, mean, rstd = NORM(x, num_groups, weight, bias, eps, activation, order, None)
-    if weight is None:
+    arguments = norm_arguments(**NORM_CASES[case])
+    output, mean, rstd = NORM(*arguments)
+    if arguments[2] is None:  # no weight, no bias
         needs = [needs[0], False, False]
     torch.library.opcheck(
         torch.ops.fusedconv.group_norm_backward,
-        (
-            torch.randn_like(output),
-            x,
-            mean,
-            rstd,
-            weight,
-            bias,
-            num_groups,
-            activation,
-            order,
-            needs,
-        ),
+        (torch.randn_like(output), mean, rstd, needs, *arguments),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
 @pytest.mark.parametrize("case", CONV_CASES)
 def test_opcheck_of_the_backward_of_the_convolution(case):
-    arguments = conv_arguments(**CONV_CASES[case], save=True)
-    x, weight, bias, *conv = arguments[:8]
-    activation, order, num_groups, norm_weight, norm_bias, _, precision, _, _ = arguments[8:]
-    output, conv_output, mean, rstd = CONV(*arguments)
-    affine = norm_weight is not None
-    everything = [True, True, bias is not None, affine, affine]
+    *arguments, save = conv_arguments(**CONV_CASES[case], save=True)
+    output, *saved = CONV(*arguments, save)
+    bias, affine = arguments[2] is not None, arguments[11] is not None
+    everything = [True, True, bias, affine, affine]
     for needs in (everything, [True, *[False] * 4], [False, *everything[1:]]):
         torch.library.opcheck(
             torch.ops.fusedconv.conv_transpose_act_norm_backward,
-            (
-                torch.randn_like(output),
-                x,
-                weight,
-                conv_output,
-                mean,
-                rstd,
-                norm_weight,
-                norm_bias,
-                *conv,
-                activation,
-                order,
-                num_groups,
-                precision or "fp32",
-                needs,
-            ),
+            (torch.randn_like(output), *saved, needs, *arguments),
             test_utils=("test_schema", "test_faketensor"),
         )
 

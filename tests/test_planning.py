@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from problems import explained
-from reference import misaligned, strided
+from reference import channels_last, misaligned, strided
 
-from fusedconv import clear_cache, functional
+from fusedconv import clear_cache, functional, ops
 from fusedconv.ops import planning
 
 
 def float16(*shape):
     return torch.ones(shape, dtype=torch.float16)
+
+
+def conv_plan(save=False, **arguments):
+    return ops.conv_plan(ops.ConvCall(**arguments), save)
+
+
+def group_norm_plan(save=False, **arguments):
+    return ops.group_norm_plan(ops.NormCall(**arguments), save)
 
 
 #: A valid call of each planning function.
@@ -33,7 +41,6 @@ CONV = {
     "eps": 1e-5,
     "precision": None,
     "output_dtype": None,
-    "save": False,
 }
 NORM = {
     "input": torch.ones(2, 4, 5, 6),
@@ -44,7 +51,6 @@ NORM = {
     "activation": "gelu",
     "order": "act_norm",
     "output_dtype": None,
-    "save": False,
 }
 
 #: One change of each thing that a plan depends on. The strides of an input of another batch are
@@ -88,7 +94,7 @@ NORM_CHANGES = {
 
 
 def assert_told_apart(function, call, change):
-    """After each other, both calls get what each gets from an empty cache."""
+    """One after the other, both calls get what each gets from an empty cache."""
     alone = []
     for arguments in (call, {**call, **change}):
         clear_cache()
@@ -100,18 +106,18 @@ def assert_told_apart(function, call, change):
 
 @pytest.mark.parametrize("name", CONV_CHANGES)
 def test_plans_of_the_convolution_are_told_apart(name):
-    assert_told_apart(planning.conv_plan, CONV, CONV_CHANGES[name])
+    assert_told_apart(conv_plan, CONV, CONV_CHANGES[name])
 
 
 @pytest.mark.parametrize("name", NORM_CHANGES)
 def test_plans_of_group_norm_are_told_apart(name):
-    assert_told_apart(planning.group_norm_plan, NORM, NORM_CHANGES[name])
+    assert_told_apart(group_norm_plan, NORM, NORM_CHANGES[name])
 
 
 def test_groups_are_told_apart():
     """With as many output channels a weight has another shape; with the same weight, more."""
     call = {**CONV, "bias": None, "norm_weight": None, "norm_bias": None}
-    assert_told_apart(planning.conv_plan, call, {"groups": 2})
+    assert_told_apart(conv_plan, call, {"groups": 2})
 
 
 BFLOAT16 = {
@@ -121,30 +127,30 @@ BFLOAT16 = {
 #: What is refused, though all but one thing is as in a call that was served before.
 REFUSED = {
     # In float32 the precision tells them apart too.
-    "input's dtype": (planning.conv_plan, BFLOAT16, {"input": float16(2, 4, 5, 6)}, "weight"),
-    "weight's dtype": (planning.conv_plan, CONV, {"weight": float16(4, 6, 3, 2)}, "weight"),
-    "weight's shape": (planning.conv_plan, CONV, {"weight": torch.ones(5, 6, 3, 2)}, "input"),
-    "bias's dtype": (planning.conv_plan, CONV, {"bias": float16(6)}, "bias"),
-    "bias's shape": (planning.conv_plan, CONV, {"bias": torch.ones(5)}, "bias"),
+    "input's dtype": (conv_plan, BFLOAT16, {"input": float16(2, 4, 5, 6)}, "weight"),
+    "weight's dtype": (conv_plan, CONV, {"weight": float16(4, 6, 3, 2)}, "weight"),
+    "weight's shape": (conv_plan, CONV, {"weight": torch.ones(5, 6, 3, 2)}, "input"),
+    "bias's dtype": (conv_plan, CONV, {"bias": float16(6)}, "bias"),
+    "bias's shape": (conv_plan, CONV, {"bias": torch.ones(5)}, "bias"),
     "norm_weight's shape": (
-        planning.conv_plan, CONV, {"norm_weight": torch.ones(7)}, "norm_weight",
+        conv_plan, CONV, {"norm_weight": torch.ones(7)}, "norm_weight",
     ),
-    "norm_bias's dtype": (planning.conv_plan, CONV, {"norm_bias": float16(6)}, "norm_bias"),
-    "activation": (planning.conv_plan, CONV, {"activation": "tanh"}, "activation"),
-    "order": (planning.conv_plan, CONV, {"order": "norm"}, "order"),
-    "stride": (planning.conv_plan, CONV, {"stride": (2, 0)}, "stride"),
-    "padding": (planning.conv_plan, CONV, {"padding": (1, -1)}, "padding"),
-    "output_padding": (planning.conv_plan, CONV, {"output_padding": (0, -1)}, "output_padding"),
-    "dilation": (planning.conv_plan, CONV, {"dilation": (1, 0)}, "dilation"),
-    "groups": (planning.conv_plan, CONV, {"groups": -1}, "groups"),
-    "weight's axes": (planning.conv_plan, CONV, {"weight": torch.ones(4, 6)}, "weight"),
-    "eps": (planning.conv_plan, CONV, {"eps": float("nan")}, "eps"),
-    "num_groups, GroupNorm": (planning.group_norm_plan, NORM, {"num_groups": -1}, "num_groups"),
-    "no groups, GroupNorm": (planning.group_norm_plan, NORM, {"num_groups": 0}, "num_groups"),
+    "norm_bias's dtype": (conv_plan, CONV, {"norm_bias": float16(6)}, "norm_bias"),
+    "activation": (conv_plan, CONV, {"activation": "tanh"}, "activation"),
+    "order": (conv_plan, CONV, {"order": "norm"}, "order"),
+    "stride": (conv_plan, CONV, {"stride": (2, 0)}, "stride"),
+    "padding": (conv_plan, CONV, {"padding": (1, -1)}, "padding"),
+    "output_padding": (conv_plan, CONV, {"output_padding": (0, -1)}, "output_padding"),
+    "dilation": (conv_plan, CONV, {"dilation": (1, 0)}, "dilation"),
+    "groups": (conv_plan, CONV, {"groups": -1}, "groups"),
+    "weight's axes": (conv_plan, CONV, {"weight": torch.ones(4, 6)}, "weight"),
+    "eps": (conv_plan, CONV, {"eps": float("nan")}, "eps"),
+    "num_groups, GroupNorm": (group_norm_plan, NORM, {"num_groups": -1}, "num_groups"),
+    "no groups, GroupNorm": (group_norm_plan, NORM, {"num_groups": 0}, "num_groups"),
     "weight's shape, GroupNorm": (
-        planning.group_norm_plan, NORM, {"weight": torch.ones(5)}, "weight",
+        group_norm_plan, NORM, {"weight": torch.ones(5)}, "weight",
     ),
-    "bias's dtype, GroupNorm": (planning.group_norm_plan, NORM, {"bias": float16(4)}, "bias"),
+    "bias's dtype, GroupNorm": (group_norm_plan, NORM, {"bias": float16(4)}, "bias"),
 }  # fmt: skip
 
 
@@ -159,8 +165,8 @@ def test_a_served_call_opens_no_way_for_a_wrong_one(case):
 @pytest.mark.parametrize(
     ("function", "call", "tensors"),
     [
-        (planning.conv_plan, CONV, ["weight", "bias", "norm_weight", "norm_bias"]),
-        (planning.group_norm_plan, NORM, ["weight", "bias"]),
+        (conv_plan, CONV, ["weight", "bias", "norm_weight", "norm_bias"]),
+        (group_norm_plan, NORM, ["weight", "bias"]),
     ],
 )
 def test_devices_are_told_apart(function, call, tensors):
@@ -172,9 +178,7 @@ def test_devices_are_told_apart(function, call, tensors):
             function(**{**call, name: call[name].to("meta")})
 
 
-@pytest.mark.parametrize(
-    ("function", "call"), [(planning.conv_plan, CONV), (planning.group_norm_plan, NORM)]
-)
+@pytest.mark.parametrize(("function", "call"), [(conv_plan, CONV), (group_norm_plan, NORM)])
 def test_forced_kernels_are_told_apart(function, call, force):
     assert function(**call).kernel == "cpu_group_norm"
     force("torch")
@@ -192,10 +196,124 @@ def test_precision_is_resolved_before_the_key(requested, monkeypatch):
         resolved.append(precision)
         return precision or requested
 
-    planning.conv_plan(**CONV)
+    conv_plan(**CONV)
     monkeypatch.setattr(planning, "resolve_precision", switches)
-    assert planning.conv_plan(**CONV).problem.precision == requested
+    assert conv_plan(**CONV).problem.precision == requested
     assert resolved[:1] == [None]
+
+
+# ---- backward passes -----------------------------------------------------------------------------
+
+CONV_NAMES = ("input", "weight", "bias", "norm_weight", "norm_bias")
+NORM_NAMES = ("input", "norm_weight", "norm_bias")
+OUTPUT = (2, 6, 9, 10)  # of CONV
+
+
+def conv_backward_plan(grad, conv_output, needs, **arguments):
+    call = ops.ConvCall(**{**CONV, **arguments})
+    return planning.backward_plan(call, grad, conv_output, CONV_NAMES, needs)
+
+
+def norm_backward_plan(grad, needs, **arguments):
+    call = ops.NormCall(**{**NORM, **arguments})
+    return planning.backward_plan(call, grad, None, NORM_NAMES, needs)
+
+
+CONV_BACKWARD = {
+    "grad": torch.ones(OUTPUT), "conv_output": torch.ones(OUTPUT), "needs": [True] * 5
+}  # fmt: skip
+NORM_BACKWARD = {"grad": torch.ones(2, 4, 5, 6), "needs": [True] * 3}
+#: The calls' own arguments enter as in the forward pass; a few stand for all.
+CONV_BACKWARD_CHANGES = {
+    "needs": {"needs": [True, True, True, True, False]},
+    "grad's strides": {"grad": strided(torch.ones(OUTPUT))},
+    "grad's layout": {"grad": channels_last(torch.ones(OUTPUT))},
+    "grad's dtype": {"grad": float16(*OUTPUT)},
+    "grad's alignment": {"grad": misaligned(torch.ones(OUTPUT))},
+    "saved tensor's alignment": {"conv_output": misaligned(torch.ones(OUTPUT))},
+    "input's strides": {"input": strided(torch.ones(2, 4, 5, 6))},
+    "weight's strides": {"weight": strided(torch.ones(4, 6, 3, 2))},
+    "precision": {"precision": "tf32"},
+    "eps": {"eps": 1e-3},
+    "order": {"order": "norm_act"},
+}
+NORM_BACKWARD_CHANGES = {
+    "needs": {"needs": [True, False, False]},
+    "grad's strides": {"grad": strided(torch.ones(2, 4, 5, 6))},
+    "grad's dtype": {"grad": float16(2, 4, 5, 6)},
+    "grad's alignment": {"grad": misaligned(torch.ones(2, 4, 5, 6))},
+    "input's alignment": {"input": misaligned(torch.ones(2, 4, 5, 6))},
+    "input's strides": {"input": channels_last(torch.ones(2, 4, 5, 6))},
+    "activation": {"activation": "relu"},
+    "num_groups": {"num_groups": 4},
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """problem_of(function, call): the problem of the plan that a call gets, cached or not."""
+    plan_for = planning.plan_for
+    problems = {}
+
+    def recorded(problem, device, key=None):
+        plan = plan_for(problem, device, key)
+        problems[id(plan)] = (problem, plan)
+        return plan
+
+    monkeypatch.setattr(planning, "plan_for", recorded)
+    return lambda function, call: problems[id(function(**call))][0]
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "change"),
+    [
+        *((conv_backward_plan, CONV_BACKWARD, c) for c in CONV_BACKWARD_CHANGES.values()),
+        *((norm_backward_plan, NORM_BACKWARD, c) for c in NORM_BACKWARD_CHANGES.values()),
+    ],
+    ids=[*(f"conv, {n}" for n in CONV_BACKWARD_CHANGES), *NORM_BACKWARD_CHANGES],
+)
+def test_plans_of_gradients_are_told_apart(function, call, change, served):
+    both = (call, {**call, **change})
+    alone = []
+    for arguments in both:
+        clear_cache()
+        alone.append(served(function, arguments))
+    assert alone[0] != alone[1]
+    clear_cache()
+    assert [served(function, arguments) for arguments in both * 2] == alone * 2
+
+
+@pytest.mark.parametrize("requested", ["tf32", "fp32"])
+def test_precision_of_gradients_is_resolved_before_the_key(requested, monkeypatch, served):
+    """As in the forward pass, where the operator is called by hand."""
+    before = served(conv_backward_plan, CONV_BACKWARD)
+    assert before.forward.precision == "fp32"
+    monkeypatch.setattr(
+        planning, "resolve_precision", lambda dtype, device, asked: asked or requested
+    )
+    after = served(conv_backward_plan, CONV_BACKWARD)
+    assert after.forward.precision == requested
+
+
+def test_devices_of_gradients_are_told_apart(served):
+    served(norm_backward_plan, NORM_BACKWARD)
+    with pytest.raises(ValueError, match="got device cpu, expected meta"):
+        norm_backward_plan(**{**NORM_BACKWARD, "input": NORM["input"].to("meta")})
+
+
+def test_forced_kernels_of_gradients_are_told_apart(force):
+    plan = conv_backward_plan(**CONV_BACKWARD)
+    force("torch")
+    forced = conv_backward_plan(**CONV_BACKWARD)
+    assert forced is not plan
+    assert conv_backward_plan(**CONV_BACKWARD) is forced
+
+
+def test_gradients_of_nothing_have_a_plan_of_nothing():
+    plan = conv_backward_plan(**{**CONV_BACKWARD, "needs": [False] * 5})
+    assert plan.steps == ()
+    absent = {**NORM_BACKWARD, "needs": [False, True, False], "weight": None}
+    assert norm_backward_plan(**absent).steps == ()
 
 
 # ---- calls ---------------------------------------------------------------------------------------
@@ -217,9 +335,9 @@ def planned(monkeypatch):
     problems = []
     plan_for = planning.plan_for
 
-    def recorded(problem, key=None):
+    def recorded(problem, device, key=None):
         problems.append(problem)
-        return plan_for(problem, key)
+        return plan_for(problem, device, key)
 
     monkeypatch.setattr(planning, "plan_for", recorded)
     return problems

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from problems import explained
 
-from fusedconv import ConvTransposeActNorm2d, functional
-from fusedconv.kernels import torch_reference
-from fusedconv.problem import conv_fp32_precision
+from fusedconv import _C, ConvTransposeActNorm2d, functional, reference
+from fusedconv.kernels import torch as torch_provider
+from fusedconv.precision import (
+    COMPILED_DTYPES,
+    DTYPES,
+    conv_fp32_precision,
+    dtype_name,
+    precisions_of,
+    resolve_precision,
+)
 
 
 @pytest.fixture
 def scopes(monkeypatch):
-    """The precisions for which torch_reference.precision_scope is entered."""
+    """The precisions for which torch's switch is set."""
     entered = []
-    scope = torch_reference.precision_scope
+    scope = reference.precision_scope
 
     def recorded(precision):
         entered.append(precision)
         return scope(precision)
 
-    monkeypatch.setattr(torch_reference, "precision_scope", recorded)
+    for module in (reference, torch_provider):
+        monkeypatch.setattr(module, "precision_scope", recorded)
     return entered
 
 
@@ -45,12 +55,12 @@ def test_a_precision_scope_switches_and_restores(precision, outer, newer, monkey
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", outer)
     before = conv_fp32_precision()
     assert before == ("tf32" if outer else "fp32")
-    with torch_reference.precision_scope(precision):
+    with reference.precision_scope(precision):
         assert conv_fp32_precision() == precision
-        with torch_reference.precision_scope("fp16"):
+        with reference.precision_scope("fp16"):
             assert conv_fp32_precision() == precision
     assert conv_fp32_precision() == before
-    with pytest.raises(ZeroDivisionError), torch_reference.precision_scope(precision):
+    with pytest.raises(ZeroDivisionError), reference.precision_scope(precision):
         raise ZeroDivisionError
     assert conv_fp32_precision() == before
 
@@ -81,3 +91,84 @@ def test_precision_leaves_torchs_switches_as_they_are():
             )
             result.sum().backward()
             assert torch.backends.cudnn.allow_tf32 == before
+
+
+# ---- what the switches and dtypes ask for --------------------------------------------------------
+
+
+@pytest.fixture
+def switches():
+    """torch's precision switches, put back afterwards."""
+    older = torch.backends.cudnn.allow_tf32
+    yield torch.backends.cudnn
+    if hasattr(torch.backends.cudnn, "conv"):
+        torch.backends.cudnn.conv.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = older
+
+
+def test_precision_follows_the_older_switch(switches):
+    switches.allow_tf32 = True
+    assert conv_fp32_precision() == "tf32"
+    assert resolve_precision(torch.float32, "cuda", None) == "tf32"
+    switches.allow_tf32 = False
+    assert conv_fp32_precision() == "fp32"
+    assert resolve_precision(torch.float32, "cuda", None) == "fp32"
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cudnn, "conv"), reason="this torch has the older switch only"
+)
+def test_precision_follows_the_newer_switch(switches):
+    for older, newer in itertools.product((True, False), ("tf32", "ieee")):
+        switches.allow_tf32 = older
+        switches.conv.fp32_precision = newer
+        assert conv_fp32_precision() == ("tf32" if newer == "tf32" else "fp32"), (older, newer)
+
+
+def test_precision_argument_overrides_the_switches(switches):
+    for allowed in (True, False):
+        switches.allow_tf32 = allowed
+        assert resolve_precision(torch.float32, "cuda", "fp32") == "fp32"
+        assert resolve_precision(torch.float32, "cuda", "tf32") == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "fp64")],
+)
+def test_precision_of_other_dtypes_is_their_own(dtype, precision):
+    assert resolve_precision(dtype, "cuda", None) == precision
+    assert resolve_precision(dtype, "cpu", precision) == precision
+    with pytest.raises(ValueError, match=rf"precision: got 'tf32'.*{dtype_name(dtype)}.*expected"):
+        resolve_precision(dtype, "cuda", "tf32")
+
+
+def test_processors_compute_float32_in_float32(switches):
+    switches.allow_tf32 = True
+    assert resolve_precision(torch.float32, "cpu", None) == "fp32"
+
+
+# ---- one table -----------------------------------------------------------------------------------
+
+
+def test_compiled_dtypes_are_torchs_by_name():
+    assert {dtype_name(dtype): d.name for dtype, d in COMPILED_DTYPES.items()} == {
+        d.name: d.name for d in _C.DType
+    }
+    assert all(isinstance(dtype, torch.dtype) for dtype in COMPILED_DTYPES)
+
+
+@pytest.mark.parametrize("math", list(_C.Math), ids=lambda math: math.name)
+def test_what_a_math_computes_is_a_precision_of_its_dtype(math):
+    traits = _C.math_traits(math)
+    assert traits.name == math.name
+    dtype = DTYPES[traits.precision]
+    assert COMPILED_DTYPES[dtype] == traits.dtype
+    assert traits.precision in precisions_of(dtype)
+
+
+def test_every_dtype_has_precisions():
+    assert precisions_of(torch.float32) == ("tf32", "fp32")
+    assert precisions_of(torch.int32) == ()
+    for dtype in COMPILED_DTYPES:
+        assert precisions_of(dtype)

@@ -1,59 +1,183 @@
-"""Problem: frozen and hashable, what it derives, how it reads layouts and torch's precision."""
+"""Problems of both passes: frozen and hashable, what they derive, which epilogues are served."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import conv_geometry, problem
-from reference import CONVOLUTIONS, channels_last, strided
+from problems import backward_problem, conv_geometry, group_norm_stage, problem
+from reference import CONVOLUTIONS
 
-from fusedconv import Problem
-from fusedconv.problem import conv_fp32_precision, dtype_name, layout_of, resolve_precision
+from fusedconv import (
+    Activation,
+    BackwardProblem,
+    Bias,
+    ForwardProblem,
+    Norm,
+    Residual,
+)
+from fusedconv.problem import GRADIENTS, ActNormAct, act_norm_act, epilogue
+
+RELU, SILU = Activation("relu"), Activation("silu")
+GROUP = group_norm_stage()
+INSTANCE = Norm("instance", 0, 1e-5, False, False, None)
 
 
 def test_frozen_hashable_and_equal_by_value():
-    one, other = problem(), problem()
-    assert one == other
-    assert hash(one) == hash(other)
-    assert len({one, other, problem(save=True), problem(layout="nhwc")}) == 3
-    for value, field in ((one, "batch"), (one.conv, "stride"), (one.norm, "eps")):
+    for make in (problem, backward_problem):
+        one, other = make(), make()
+        assert one == other
+        assert hash(one) == hash(other)
+        assert len({one, other, make(aligned=False)}) == 2
+    one = problem()
+    for value, field in ((one, "batch"), (one.conv, "stride"), (one.norm, "eps"), (RELU, "name")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, field, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        backward_problem().aligned = False
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Problem)])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ForwardProblem)])
 def test_every_field_tells_problems_apart(field):
     other = {
-        "device": "cuda",
         "dtype": torch.float16,
         "output_dtype": torch.float16,
         "precision": "tf32",
         "layout": "strided",
         "aligned": False,
         "spatial": (5, 8),
-        "activation": "relu",
-        "order": "norm_act",
         "conv": None,
-        "norm": None,
+        "epilogue": (Bias(), RELU),
         "save": True,
     }.get(field, 99)
     assert problem(**{field: other}) != problem()
 
 
-def test_activation_stands_before_or_after_the_normalisation():
-    assert problem().activation_before == "gelu"
-    assert problem().activation_after == "identity"
-    assert problem(order="norm_act").activation_before == "identity"
-    assert problem(order="norm_act").activation_after == "gelu"
-    for order in ("act_norm", "norm_act"):
-        alone = problem(order=order, norm=None)
-        assert alone.activation_before == "gelu"
-        assert alone.activation_after == "identity"
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(BackwardProblem)])
+def test_every_field_tells_backward_problems_apart(field):
+    one = backward_problem()
+    other = {
+        "forward": problem(save=True, batch=2),
+        "grad_dtype": torch.float16,
+        "grad_layout": "nhwc",
+        "aligned": False,
+        "gradients": frozenset({"norm_weight"}),
+    }[field]
+    assert dataclasses.replace(one, **{field: other}) != one
+
+
+def test_stages_are_told_apart():
+    assert Residual() == Residual()
+    assert len({Residual(), Bias(), RELU, SILU, Activation("relu", 0.1), GROUP, INSTANCE}) == 7
+
+
+# ---- epilogues -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stages"),
+    [
+        ((True, "relu", "act_norm", GROUP), (Bias(), RELU, GROUP)),
+        ((True, "relu", "norm_act", GROUP), (Bias(), GROUP, RELU)),
+        ((False, "relu", "act_norm", None), (RELU,)),
+        ((False, "relu", "norm_act", None), (RELU,)),
+        ((True, "identity", "act_norm", GROUP), (Bias(), GROUP)),
+        ((False, "identity", "norm_act", None), ()),
+    ],
+    ids=str,
+)
+def test_stages_of_a_functions_arguments(arguments, stages):
+    assert epilogue(*arguments) == stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "form"),
+    [
+        ((), ActNormAct(False, "identity", None, "identity")),
+        ((Bias(),), ActNormAct(True, "identity", None, "identity")),
+        ((RELU,), ActNormAct(False, "relu", None, "identity")),
+        ((Bias(), GROUP), ActNormAct(True, "identity", GROUP, "identity")),
+        ((RELU, GROUP), ActNormAct(False, "relu", GROUP, "identity")),
+        ((Bias(), GROUP, SILU), ActNormAct(True, "identity", GROUP, "silu")),
+        ((Bias(), RELU, INSTANCE, SILU), ActNormAct(True, "relu", INSTANCE, "silu")),
+    ],
+    ids=str,
+)
+def test_epilogues_that_fused_kernels_have(stages, form):
+    assert act_norm_act(stages) == form
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ((Bias(), Residual(), GROUP), "no fused kernel has the stage residual"),
+        ((GROUP, Residual()), "no fused kernel has the stage residual"),
+        ((Norm("layer", 0, 1e-5, True, True, None),), "has the normalisation layer_norm"),
+        ((RELU, Norm("affine", 0, 0.0, True, True, None)), "has the normalisation affine_norm"),
+        ((Activation("leaky_relu", 0.1), GROUP), "has the activation leaky_relu(0.1)"),
+        ((RELU, SILU), "stages are relu -> silu; fused kernels have an activation, a normalis"),
+        ((RELU, SILU, GROUP), "stages are relu -> silu -> group_norm 2; fused kernels have"),
+        ((GROUP, RELU, SILU), "stages are group_norm 2 -> relu -> silu; fused kernels have"),
+    ],
+    ids=str,
+)
+def test_epilogues_that_they_do_not_have_are_refused_with_a_reason(stages, reason):
+    found = act_norm_act(stages)
+    assert not found
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ((Bias(), Bias()), "epilogue: got 2 of Bias, expected at most one"),
+        ((Residual(), RELU, Residual()), "epilogue: got 2 of Residual, expected at most one"),
+        ((GROUP, INSTANCE), "epilogue: got 2 of Norm, expected at most one"),
+        ((RELU, Bias()), "epilogue: got a bias elsewhere than behind a convolution"),
+    ],
+    ids=str,
+)
+def test_stages_that_cannot_be_are_refused(stages, text):
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        problem(epilogue=stages)
+
+
+def test_a_bias_without_a_convolution_is_refused():
+    with pytest.raises(ValueError, match="got a bias elsewhere than behind a convolution"):
+        problem(conv=None, epilogue=(Bias(), RELU))
+
+
+def test_a_problem_finds_its_stages():
+    one = problem(epilogue=(Bias(), RELU, GROUP, Residual(), SILU))
+    assert one.bias
+    assert one.norm == GROUP
+    assert one.activations == (RELU, SILU)
+    bare = problem(epilogue=())
+    assert not bare.bias
+    assert bare.norm is None
+    assert bare.activations == ()
+
+
+@pytest.mark.parametrize(
+    ("norm", "groups", "text"),
+    [
+        (GROUP, 2, "group_norm 2"),
+        (INSTANCE, 6, "instance_norm"),
+        (Norm("layer", 0, 1e-5, True, True, None), 0, "layer_norm"),
+        (Norm("affine", 0, 0.0, True, True, None), 0, "affine_norm"),
+    ],
+    ids=str,
+)
+def test_kinds_of_normalisation(norm, groups, text):
+    assert norm.groups(6) == groups
+    assert str(norm) == text
+    assert f"-> {text} on" in str(problem(epilogue=(Bias(), norm)))
+
+
+# ---- what a forward problem derives --------------------------------------------------------------
 
 
 def test_output_layout_is_channels_last_only_where_the_input_is():
@@ -126,113 +250,137 @@ def test_text_names_what_matters():
         "3x4x5x7",
         "float32 (fp32)",
         "nchw",
-        "cpu",
         "saving for backward",
     ):
         assert part in text
     assert "group_norm 2 -> gelu" in str(problem(order="norm_act"))
-    plain = problem(conv=conv_geometry(dilation=(1, 1), groups=1, bias=False), norm=None)
+    plain = problem(conv=conv_geometry(dilation=(1, 1), groups=1), bias=False, norm=None)
     assert "groups" not in str(plain)
     assert "bias" not in str(plain)
     assert "d1x1" not in str(plain)
     assert "saving" not in str(plain)
     assert str(problem(conv=None, norm=None, activation="identity")).startswith("identity on ")
-    assert "cuda sm_90" in str(problem(device="cuda", architecture=90))
+    assert "+bias -> relu -> residual -> silu" in str(
+        problem(epilogue=(Bias(), RELU, Residual(), SILU))
+    )
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6)], ids=str)
-def test_layout_of_dense_and_strided_tensors(shape):
-    x = torch.empty(shape)
-    assert layout_of(tuple(x.shape), x.stride()) == "nchw"
-    last = channels_last(x)
-    assert layout_of(tuple(last.shape), last.stride()) == ("nhwc" if len(shape) > 2 else "nchw")
-    wide = strided(x)
-    assert layout_of(tuple(wide.shape), wide.stride()) == "strided"
-    expanded = x[:1].expand(shape)
-    assert layout_of(tuple(expanded.shape), expanded.stride()) == "strided"
+# ---- backward passes -----------------------------------------------------------------------------
+
+CONV = {"norm": None, "activation": "identity", "save": True}
+#: Forward passes, what is asked for, what a problem makes of that, and its parts.
+BACKWARD = {
+    "everything": (
+        {"save": True},
+        ("input", "weight", "bias", "norm_weight", "norm_bias"),
+        {"conv_output", "input", "weight", "bias", "norm_weight", "norm_bias"},
+        ("epilogue", "input", "weight", "bias"),
+    ),
+    "input alone": (
+        {"save": True}, ("input",), {"conv_output", "input"}, ("epilogue", "input")
+    ),
+    "affine alone": ({"save": True}, ("norm_bias",), {"norm_bias"}, ("epilogue",)),
+    "no stages behind": (CONV, ("weight", "input"), {"input", "weight"}, ("input", "weight")),
+    "activation alone": (
+        {**CONV, "activation": "relu"},
+        ("weight", "bias"),
+        {"conv_output", "weight", "bias"},
+        ("epilogue", "weight", "bias"),
+    ),
+    "residual": (
+        {"epilogue": (Bias(), Residual()), "save": True},
+        ("residual", "input"),
+        {"conv_output", "residual", "input"},
+        ("epilogue", "input"),
+    ),
+    "no convolution": (
+        {"conv": None, "save": True},
+        ("input", "norm_weight"),
+        {"input", "norm_weight"},
+        ("epilogue",),
+    ),
+}  # fmt: skip
 
 
-def test_layout_of_torchs_memory_formats():
-    for shape, memory_format in (
-        ((2, 3, 4, 5), torch.channels_last),
-        ((2, 3, 4, 5, 6), torch.channels_last_3d),
-    ):
-        x = torch.empty(shape).contiguous(memory_format=memory_format)
-        assert layout_of(tuple(x.shape), x.stride()) == "nhwc"
+@pytest.mark.parametrize("case", BACKWARD)
+def test_parts_of_a_backward_pass(case):
+    changes, asked, gradients, parts = BACKWARD[case]
+    one = backward_problem(problem(**changes), *asked)
+    assert one.gradients == gradients
+    assert one.parts == parts
 
 
-@given(
-    shape=st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple),
-    order=st.randoms(use_true_random=False),
-)
-def test_layout_of_any_permutation(shape, order):
-    """Dense in an order of axes is nchw or nhwc exactly where torch calls such a view contiguous:
-    axes of extent 1 do not matter."""
-    axes = list(range(len(shape)))
-    order.shuffle(axes)
-    memory = torch.empty([shape[axis] for axis in axes])
-    x = memory.permute([axes.index(axis) for axis in range(len(shape))])
-    assert tuple(x.shape) == shape
-    expected = "strided"
-    if x.movedim(1, -1).is_contiguous():
-        expected = "nhwc"
-    if x.is_contiguous():
-        expected = "nchw"
-    assert layout_of(shape, x.stride()) == expected
+def test_a_gradient_of_another_dtype_is_the_epilogues_to_convert():
+    forward = problem(**CONV)
+    assert backward_problem(forward, "input").parts == ("input",)
+    wide = backward_problem(forward, "input", grad_dtype=torch.float64)
+    assert wide.gradients == {"conv_output", "input"}
+    assert wide.parts == ("epilogue", "input")
 
 
-def test_layout_ignores_strides_of_single_extents():
-    assert layout_of((1, 3, 1, 5), (7, 5, 99, 1)) == "nchw"
-    assert layout_of((1, 3, 1, 5), (7, 1, 99, 3)) == "nhwc"
-
-
-@pytest.fixture
-def switches():
-    """torch's precision switches, put back afterwards."""
-    older = torch.backends.cudnn.allow_tf32
-    yield torch.backends.cudnn
-    if hasattr(torch.backends.cudnn, "conv"):
-        torch.backends.cudnn.conv.fp32_precision = "none"
-    torch.backends.cudnn.allow_tf32 = older
-
-
-def test_precision_follows_the_older_switch(switches):
-    switches.allow_tf32 = True
-    assert conv_fp32_precision() == "tf32"
-    assert resolve_precision(torch.float32, "cuda", None) == "tf32"
-    switches.allow_tf32 = False
-    assert conv_fp32_precision() == "fp32"
-    assert resolve_precision(torch.float32, "cuda", None) == "fp32"
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cudnn, "conv"), reason="this torch has the older switch only"
-)
-def test_precision_follows_the_newer_switch(switches):
-    for older, newer in itertools.product((True, False), ("tf32", "ieee")):
-        switches.allow_tf32 = older
-        switches.conv.fp32_precision = newer
-        assert conv_fp32_precision() == ("tf32" if newer == "tf32" else "fp32"), (older, newer)
-
-
-def test_precision_argument_overrides_the_switches(switches):
-    for allowed in (True, False):
-        switches.allow_tf32 = allowed
-        assert resolve_precision(torch.float32, "cuda", "fp32") == "fp32"
-        assert resolve_precision(torch.float32, "cuda", "tf32") == "tf32"
+def test_parts_are_problems_of_their_own():
+    one = backward_problem()
+    assert one.part(one.parts) == one
+    epilogue = one.part(("epilogue",))
+    assert epilogue.gradients == {"conv_output", "norm_weight", "norm_bias"}
+    assert epilogue.forward is one.forward
+    both = one.part(("input", "bias"))
+    assert both.gradients == {"input", "bias"}
+    for parts in (("epilogue",), ("input", "bias"), ("epilogue", "weight")):
+        assert one.part(parts).parts == parts
+    alone = backward_problem(problem(conv=None, save=True))
+    assert alone.part(("epilogue",)) == alone
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [(torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float64, "fp64")],
+    ("changes", "name"),
+    [
+        ({"conv": None}, "conv_output"),
+        ({"conv": None}, "weight"),
+        ({"bias": False}, "bias"),
+        ({"norm": None}, "norm_weight"),
+        ({"norm": group_norm_stage(weight=False)}, "norm_weight"),
+        ({"norm": group_norm_stage(bias=False)}, "norm_bias"),
+        ({}, "residual"),
+    ],
+    ids=str,
 )
-def test_precision_of_other_dtypes_is_their_own(dtype, precision):
-    assert resolve_precision(dtype, "cuda", None) == precision
-    assert resolve_precision(dtype, "cpu", precision) == precision
-    with pytest.raises(ValueError, match=rf"precision: got 'tf32'.*{dtype_name(dtype)}.*expected"):
-        resolve_precision(dtype, "cuda", "tf32")
+def test_gradients_of_what_the_forward_pass_lacks_are_refused(changes, name):
+    forward = problem(save=True, **changes)
+    with pytest.raises(
+        ValueError, match=rf"^gradients: got \['{name}'\], expected some of"
+    ) as raised:
+        BackwardProblem(forward, torch.float32, "nchw", True, frozenset({name}))
+    expected = str(raised.value).partition("expected some of ")[2].split(", ")
+    assert "input" in expected
+    assert name not in expected
 
 
-def test_processors_compute_float32_in_float32(switches):
-    switches.allow_tf32 = True
-    assert resolve_precision(torch.float32, "cpu", None) == "fp32"
+@pytest.mark.parametrize("gradients", [(), ("stride",), ("input", "grad")], ids=str)
+def test_gradients_are_named(gradients):
+    with pytest.raises(
+        ValueError, match=r"^gradients: got \[.*\], expected some of conv_output, input"
+    ):
+        dataclasses.replace(backward_problem(), gradients=frozenset(gradients))
+
+
+def test_products_are_of_the_gradients_that_are_asked_for():
+    forward = problem(save=True)
+    for names, times in (
+        (("input",), 1),
+        (("weight", "bias"), 1),
+        (("weight", "input"), 2),
+        (("norm_weight",), 0),
+    ):
+        assert backward_problem(forward, *names).conv_flops == times * forward.conv_flops
+
+
+def test_text_of_a_backward_pass():
+    forward = problem(save=True)
+    text = str(backward_problem(forward, "weight", "input"))
+    assert text == (
+        f"gradients of conv_output, input, weight through {forward}, output gradient float32 nchw"
+    )
+    changed = backward_problem(forward, "input", grad_dtype=torch.float16, grad_layout="strided")
+    assert str(changed).endswith("output gradient float16 strided")
+    assert GRADIENTS[0] == "conv_output"

@@ -11,8 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-import fusedconv
-from fusedconv import ConvTransposeActNorm2d, GroupNorm
+from fusedconv import ConvTransposeActNorm2d, GroupNorm, selection
 from fusedconv.functional import conv_transpose_act_norm, group_norm
 from fusedconv.models import SYSTEMS
 
@@ -268,32 +267,28 @@ def test_a_call_does_not_open_or_close_the_way_for_its_equals(first):
 
 
 def test_the_plan_cache_is_bounded_and_keeps_what_is_used(monkeypatch):
-    from fusedconv import plan as plans
-
-    monkeypatch.setattr(plans._plans, "capacity", 20)
+    monkeypatch.setattr(selection._plans, "capacity", 20)
     kept = torch.randn(1, 2, 7)
     group_norm(kept, 1)
-    selections = []
-    select = fusedconv.Registry.select
+    choices = []
+    choose = selection.choose
 
-    def counted(self, problem, forced=None):
-        selections.append(problem)
-        return select(self, problem, forced)
+    def counted(problem, *others):
+        choices.append(problem)
+        return choose(problem, *others)
 
-    monkeypatch.setattr(fusedconv.Registry, "select", counted)
+    monkeypatch.setattr(selection, "choose", counted)
     for length in range(10, 60):
         group_norm(torch.randn(1, 2, length), 1)
         group_norm(kept, 1)
-        assert len(plans._plans) <= 20
-    assert len(selections) == 50, "a plan in use was put out"
+        assert len(selection._plans) <= 20
+    assert len(choices) == 50, "a plan in use was put out"
     group_norm(torch.randn(1, 2, 10), 1)
-    assert len(selections) == 51, "the oldest plan was kept"
+    assert len(choices) == 51, "the oldest plan was kept"
 
 
 def test_what_was_used_last_stays():
-    from fusedconv.plan import _Recent
-
-    recent = _Recent(2)
+    recent = selection.Recent(2)
     for key in "abac":
         recent.put(key, key.upper())
     assert [recent.get(key) for key in "abc"] == ["A", None, "C"]

@@ -274,12 +274,12 @@ def test_a_precision_that_transforms_cannot_keep_is_refused(precision, switch, m
 
     torch.func.grad(loss)(x)
     problem = hypothetical.problem(
-        device="cuda", architecture=90, dtype=x.dtype, precision=precision or switch,
+        device="cuda", dtype=x.dtype, precision=precision or switch,
         layout="nchw", batch=1, channels=2, spatial=(4, 4), out_channels=4, bias=False,
     )  # fmt: skip
 
     def composed():
-        return common.composed("name", problem, precision, (x, weight, None, None, None))
+        return common.composed("name", problem, "cuda", precision, (x, weight, None, None, None))
 
     if precision in (None, switch):
         assert composed().output.shape == (1, 4, 6, 6)

@@ -308,31 +308,32 @@ class Run {
 template <class E>
 void check_code(char const* name, E value) {
   int const code = static_cast<int>(value);
-  FUSEDCONV_CHECK(code >= 0 && code < static_cast<int>(kNames<E>.size()), name, " code is ", code);
+  FUSEDCONV_CHECK(code >= 0 && code < static_cast<int>(kNames<E>.size()), name, ": got code ",
+                  code);
 }
 
 }  // namespace
 
 void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads) {
-  FUSEDCONV_CHECK(threads >= 1, "threads is ", threads);
-  FUSEDCONV_CHECK(problem.batch >= 0, "batch is ", problem.batch);
-  FUSEDCONV_CHECK(problem.channels >= 0, "channels is ", problem.channels);
-  FUSEDCONV_CHECK(problem.pixels >= 0, "pixels is ", problem.pixels);
-  FUSEDCONV_CHECK(problem.groups >= 1, "groups is ", problem.groups);
-  FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels is ", problem.channels,
+  FUSEDCONV_CHECK(threads >= 1, "threads: got ", threads);
+  FUSEDCONV_CHECK(problem.batch >= 0, "batch: got ", problem.batch);
+  FUSEDCONV_CHECK(problem.channels >= 0, "channels: got ", problem.channels);
+  FUSEDCONV_CHECK(problem.pixels >= 0, "pixels: got ", problem.pixels);
+  FUSEDCONV_CHECK(problem.groups >= 1, "groups: got ", problem.groups);
+  FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels: got ", problem.channels,
                   ", which groups = ", problem.groups, " does not divide");
   for (DType const dtype : {problem.dtype, problem.affine_dtype}) check_code("dtype", dtype);
   for (Activation const activation : {problem.activation_before, problem.activation_after}) {
     check_code("activation", activation);
   }
-  FUSEDCONV_CHECK(problem.output_dtype == problem.dtype, "output_dtype is ",
+  FUSEDCONV_CHECK(problem.output_dtype == problem.dtype, "output_dtype: got ",
                   name_of(problem.output_dtype), ", dtype is ", name_of(problem.dtype));
-  FUSEDCONV_CHECK(problem.output_layout == problem.input_layout, "output_layout is ",
+  FUSEDCONV_CHECK(problem.output_layout == problem.input_layout, "output_layout: got ",
                   name_of(problem.output_layout), ", input_layout is ",
                   name_of(problem.input_layout));
-  FUSEDCONV_CHECK(problem.input_row_channels() == problem.channels, "row_channels is ",
+  FUSEDCONV_CHECK(problem.input_row_channels() == problem.channels, "row_channels: got ",
                   problem.row_channels, " for ", problem.channels, " channels");
-  FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps is ", problem.eps);
+  FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps: got ", problem.eps);
   bool const empty = problem.batch == 0 || problem.channels == 0 || problem.pixels == 0;
   if (empty) {
     int64_t const groups = problem.batch * problem.groups;
@@ -342,8 +343,8 @@ void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors
     }
     return;
   }
-  FUSEDCONV_CHECK(tensors.input != nullptr, "input is null");
-  FUSEDCONV_CHECK(tensors.output != nullptr, "output is null");
+  FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
+  FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");
   Run(problem, tensors, threads).run();
 }
 

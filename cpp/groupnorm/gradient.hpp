@@ -65,8 +65,8 @@ struct GradientConfig : GradientBuffers {};
 GradientConfig gradient_sums_config(GroupNormProblem const& problem);
 
 // Fills the partial sums.
-void gradient_sums(GradientConfig const& config, GroupNormProblem const& problem,
-                   GradientTensors const& tensors, GradientSum* partials, cudaStream_t stream);
+void gradient_sums(GroupNormProblem const& problem, GradientTensors const& tensors,
+                   GradientSum* partials, cudaStream_t stream);
 
 // Fills the totals and the terms.
 void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const& problem,
@@ -78,7 +78,7 @@ void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums, 
                       float* grad_bias, cudaStream_t stream);
 
 // Fills tensors.grad_input.
-void input_gradient(GradientConfig const& config, GroupNormProblem const& problem,
-                    GradientTensors const& tensors, GroupTerms const* terms, cudaStream_t stream);
+void input_gradient(GroupNormProblem const& problem, GradientTensors const& tensors,
+                    GroupTerms const* terms, cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

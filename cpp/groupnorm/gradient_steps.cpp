@@ -2,6 +2,7 @@
 
 #include "fusedconv/check.hpp"
 #include "groupnorm/describe.hpp"
+#include "groupnorm/support.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -29,7 +30,7 @@ std::string passed_through(GroupNormProblem const& p) {
 }
 
 void check_whole(char const* step, GroupNormProblem const& p, RunContext const& context) {
-  FUSEDCONV_CHECK(context.samples == p.batch, step, ": a batch chunk of ", context.samples,
+  FUSEDCONV_CHECK(context.samples == p.batch, step, ": got a batch chunk of ", context.samples,
                   " samples of ", p.batch);
 }
 
@@ -37,8 +38,8 @@ void check_whole(char const* step, GroupNormProblem const& p, RunContext const& 
 
 GradientSums::GradientSums(GradientConfig const& config, GroupNormProblem const& problem,
                            GradientOperands const& operands, Operand partials)
-    : config_(config), problem_(problem), operands_(operands), partials_(partials) {
-  FUSEDCONV_CHECK(config.support, "GradientSums: ", config.support.reason);
+    : problem_(problem), operands_(operands), partials_(partials) {
+  check_supported("GradientSums", config.support);
 }
 
 std::string GradientSums::describe() const {
@@ -49,8 +50,8 @@ std::vector<Operand> GradientSums::operands() const { return all_of(operands_, {
 
 void GradientSums::run(RunContext const& context, void*) const {
   check_whole("GradientSums", problem_, context);
-  gradient_sums(config_, problem_, tensors_of(context, operands_),
-                context.at<GradientSum>(partials_), context.stream);
+  gradient_sums(problem_, tensors_of(context, operands_), context.at<GradientSum>(partials_),
+                context.stream);
 }
 
 StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
@@ -62,7 +63,7 @@ StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
       operands_(operands),
       grad_input_(grad_input),
       partials_(partials) {
-  FUSEDCONV_CHECK(config.support, "StreamedGradients: ", config.support.reason);
+  check_supported("StreamedGradients", config.support);
 }
 
 std::string StreamedGradients::describe() const {
@@ -91,7 +92,7 @@ MergeGradientSums::MergeGradientSums(GradientBuffers const& buffers,
       partials_(partials),
       sums_(sums),
       terms_(terms) {
-  FUSEDCONV_CHECK(buffers.support, "MergeGradientSums: ", buffers.support.reason);
+  check_supported("MergeGradientSums", buffers.support);
 }
 
 std::string MergeGradientSums::describe() const { return "merge sums of gradients"; }
@@ -111,7 +112,7 @@ AffineGradients::AffineGradients(GroupNormProblem const& problem, Operand sums, 
                                  Operand grad_bias)
     : problem_(problem), sums_(sums), grad_weight_(grad_weight), grad_bias_(grad_bias) {
   FUSEDCONV_CHECK(grad_weight.present() || grad_bias.present(),
-                  "AffineGradients: neither grad_weight nor grad_bias is present");
+                  "AffineGradients: got neither grad_weight nor grad_bias");
 }
 
 std::string AffineGradients::describe() const {
@@ -130,12 +131,8 @@ void AffineGradients::run(RunContext const& context, void*) const {
 
 InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,
                              GradientOperands const& operands, Operand terms, Operand grad_input)
-    : config_(config),
-      problem_(problem),
-      operands_(operands),
-      terms_(terms),
-      grad_input_(grad_input) {
-  FUSEDCONV_CHECK(config.support, "InputGradient: ", config.support.reason);
+    : problem_(problem), operands_(operands), terms_(terms), grad_input_(grad_input) {
+  check_supported("InputGradient", config.support);
 }
 
 std::string InputGradient::describe() const {
@@ -149,7 +146,7 @@ std::vector<Operand> InputGradient::operands() const {
 
 void InputGradient::run(RunContext const& context, void*) const {
   check_whole("InputGradient", problem_, context);
-  input_gradient(config_, problem_, tensors_of(context, operands_, grad_input_),
+  input_gradient(problem_, tensors_of(context, operands_, grad_input_),
                  context.at<GroupTerms>(terms_), context.stream);
 }
 

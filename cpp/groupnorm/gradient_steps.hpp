@@ -28,7 +28,6 @@ class GradientSums final : public Step {
   void run(RunContext const& context, void* workspace) const override;
 
  private:
-  GradientConfig config_;
   GroupNormProblem problem_;
   GradientOperands operands_;
   Operand partials_;
@@ -93,7 +92,6 @@ class InputGradient final : public Step {
   void run(RunContext const& context, void* workspace) const override;
 
  private:
-  GradientConfig config_;
   GroupNormProblem problem_;
   GradientOperands operands_;
   Operand terms_, grad_input_;

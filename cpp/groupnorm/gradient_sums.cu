@@ -220,9 +220,8 @@ GradientConfig gradient_sums_config(GroupNormProblem const& p) {
   return config;
 }
 
-void gradient_sums(GradientConfig const& config, GroupNormProblem const& p,
-                   GradientTensors const& tensors, GradientSum* partials, cudaStream_t stream) {
-  FUSEDCONV_CHECK(config.support, "gradient_sums: ", config.support.reason);
+void gradient_sums(GroupNormProblem const& p, GradientTensors const& tensors, GradientSum* partials,
+                   cudaStream_t stream) {
   dispatch_kernel(p, [&](auto zero, auto active) {
     launch_sums<decltype(zero), active.value>(p, tensors, partials, stream);
   });
@@ -231,7 +230,6 @@ void gradient_sums(GradientConfig const& config, GroupNormProblem const& p,
 void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const& p,
                          void const* weight, GradientSum const* partials, GradientSum* sums,
                          GroupTerms* terms, cudaStream_t stream) {
-  FUSEDCONV_CHECK(buffers.support, "merge_gradient_sums: ", buffers.support.reason);
   bool const last = p.input_layout == Layout::kChannelsLast;
   GradientAffine const affine = gradient_affine_of(p, {.weight = weight});
   merge_sums<<<device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0, stream>>>(

@@ -114,9 +114,8 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
 
 }  // namespace
 
-void input_gradient(GradientConfig const& config, GroupNormProblem const& p,
-                    GradientTensors const& tensors, GroupTerms const* terms, cudaStream_t stream) {
-  FUSEDCONV_CHECK(config.support, "input_gradient: ", config.support.reason);
+void input_gradient(GroupNormProblem const& p, GradientTensors const& tensors,
+                    GroupTerms const* terms, cudaStream_t stream) {
   dispatch_kernel(p, [&](auto zero, auto active) {
     launch<decltype(zero), active.value>(p, tensors, terms, stream);
   });

@@ -11,11 +11,11 @@
 namespace fusedconv::groupnorm {
 
 inline void check(GroupNormProblem const& p) {
-  FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0, "num_groups is ",
+  FUSEDCONV_CHECK(p.groups > 0 && p.channels > 0 && p.channels % p.groups == 0, "num_groups: got ",
                   p.groups, " for ", p.channels, " channels");
-  FUSEDCONV_CHECK(p.channels <= 0x7fffffff, "channels is ", p.channels);
-  FUSEDCONV_CHECK(p.input_row_channels() >= p.channels, "row_channels is ", p.row_channels, " for ",
-                  p.channels, " channels");
+  FUSEDCONV_CHECK(p.channels <= 0x7fffffff, "channels: got ", p.channels);
+  FUSEDCONV_CHECK(p.input_row_channels() >= p.channels, "row_channels: got ", p.row_channels,
+                  " for ", p.channels, " channels");
 }
 
 // Calls body(T{}, whether there is any activation), the second as a type.

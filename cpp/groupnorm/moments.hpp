@@ -129,6 +129,22 @@ __device__ __forceinline__ Moments shifted_moments(float count, float shift, flo
   return {count, mean.x, mean.y, fmaf(-sum, offset, squares)};
 }
 
+// Sums about a shift that is one of the values, so that a large mean costs no precision.
+struct ShiftedMoments {
+  float shift = 0.0f;
+  float sum = 0.0f;
+  float squares = 0.0f;
+
+  __device__ __forceinline__ void add(float value) {
+    float const deviation = value - shift;
+    sum += deviation;
+    squares = fmaf(deviation, deviation, squares);
+  }
+  __device__ __forceinline__ Moments moments(int count) const {
+    return count == 0 ? Moments{} : shifted_moments(float(count), shift, sum, squares);
+  }
+};
+
 // 1 / sqrt(variance + eps). The instruction's two units of error would be in every element of the
 // group; a Newton step leaves less than one. Infinity and NaN stay as the instruction gives them.
 __device__ __forceinline__ float reciprocal_deviation(Moments const& total, float eps) {

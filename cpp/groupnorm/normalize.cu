@@ -218,7 +218,7 @@ void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors
             input, output, affine, p.pixels, split.size, split.count);
       } else {
         int64_t const planes = p.batch * p.channels;
-        FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels is ", planes);
+        FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels: got ", planes);
         int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
         dim3 const grid =
             device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));

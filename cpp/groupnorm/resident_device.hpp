@@ -56,23 +56,18 @@ template <class T, int kVector, int kPacks, bool kActivate>
 __device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kPacks], int count,
                                                     Activation activation) {
   if (count == 0) return {};
-  float const shift = before<kActivate>(activation, device::to_float(packs[0].values[0]));
-  float sum = 0.0f;
-  float squares = 0.0f;
+  device::ShiftedMoments total{before<kActivate>(activation, device::to_float(packs[0].values[0]))};
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     if (k < count) {
       packs[k].forget();
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        float const deviation =
-            before<kActivate>(activation, device::to_float(packs[k].values[v])) - shift;
-        sum += deviation;
-        squares = fmaf(deviation, deviation, squares);
+        total.add(before<kActivate>(activation, device::to_float(packs[k].values[v])));
       }
     }
   }
-  return device::shifted_moments(float(count * kVector), shift, sum, squares);
+  return total.moments(count * kVector);
 }
 
 __device__ __forceinline__ RelativeMoments merge_warp(RelativeMoments total) {

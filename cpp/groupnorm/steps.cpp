@@ -4,6 +4,7 @@
 
 #include "fusedconv/check.hpp"
 #include "groupnorm/describe.hpp"
+#include "groupnorm/support.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -98,7 +99,7 @@ GroupNormTensors OnePass::tensors(RunContext const& context) const {
 NormalizeResident::NormalizeResident(ResidentConfig const& config, GroupNormProblem const& problem,
                                      Operands const& operands)
     : OnePass(problem, operands), config_(config) {
-  FUSEDCONV_CHECK(config.support, "NormalizeResident: ", config.support.reason);
+  check_supported("NormalizeResident", config.support);
 }
 
 std::string NormalizeResident::describe() const {
@@ -114,7 +115,7 @@ void NormalizeResident::run(RunContext const& context, void*) const {
 NormalizeStreamed::NormalizeStreamed(StreamedConfig const& config, GroupNormProblem const& problem,
                                      Operands const& operands)
     : OnePass(problem, operands), config_(config) {
-  FUSEDCONV_CHECK(config.support, "NormalizeStreamed: ", config.support.reason);
+  check_supported("NormalizeStreamed", config.support);
 }
 
 std::string NormalizeStreamed::describe() const { return describe_in(place_of(config_)); }
@@ -122,7 +123,7 @@ std::string NormalizeStreamed::describe() const { return describe_in(place_of(co
 int64_t NormalizeStreamed::workspace_bytes(int64_t) const { return config_.words_bytes(); }
 
 void NormalizeStreamed::run(RunContext const& context, void* workspace) const {
-  FUSEDCONV_CHECK(context.samples == problem_.batch, "NormalizeStreamed: a batch chunk of ",
+  FUSEDCONV_CHECK(context.samples == problem_.batch, "NormalizeStreamed: got a batch chunk of ",
                   context.samples, " samples of ", problem_.batch);
   normalize_streamed(config_, problem_, tensors(context), workspace, context.stream);
 }

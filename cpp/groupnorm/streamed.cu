@@ -260,7 +260,6 @@ bool streams_on(int architecture) {
 
 void normalize_streamed(StreamedConfig const& config, GroupNormProblem const& p,
                         GroupNormTensors const& tensors, void* workspace, cudaStream_t stream) {
-  FUSEDCONV_CHECK(config.support, "normalize_streamed: ", config.support.reason);
   FUSEDCONV_CHECK(device::is_aligned(tensors.input, 16) && device::is_aligned(tensors.output, 16),
                   "normalize_streamed: input or output is not aligned to 16 bytes");
   FUSEDCONV_CUDA("normalize_streamed",

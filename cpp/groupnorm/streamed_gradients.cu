@@ -268,7 +268,6 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
 void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem const& p,
                         GradientTensors const& tensors, float2* partials, void* workspace,
                         cudaStream_t stream) {
-  FUSEDCONV_CHECK(config.support, "streamed_gradients: ", config.support.reason);
   FUSEDCONV_CHECK(
       device::is_aligned(tensors.input, 16) && device::is_aligned(tensors.grad_output, 16) &&
           device::is_aligned(tensors.grad_input, 16),

@@ -277,13 +277,15 @@ GRADIENTS = ("conv_output", "input", "weight", "bias", "norm_weight", "norm_bias
 class BackwardProblem:
     """First derivatives of a forward pass that saved what they need.
 
-    ``gradients`` are of GRADIENTS. ``grad_dtype`` and ``grad_layout`` are those of the output's
-    gradient; ``aligned`` says that its address and those of the saved tensors are multiples of 16
-    bytes, as far as they are dense.
+    ``gradients`` are some of GRADIENTS, of what the forward pass has. ``grad_dtype`` and
+    ``grad_layout`` are those of the output's gradient; ``aligned`` says that its address and those
+    of the saved tensors are multiples of 16 bytes, as far as they are dense.
 
     Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of
     the input, where there is no convolution), norm weight, norm bias and residual; "input",
     "weight" and "bias" are the convolution's.
+
+    Raises ValueError where none is asked for, or one that the forward pass does not have.
     """
 
     forward: ForwardProblem
@@ -293,10 +295,20 @@ class BackwardProblem:
     gradients: frozenset[str]
 
     def __post_init__(self) -> None:
-        unknown = self.gradients - set(GRADIENTS)
-        if unknown or not self.gradients:
+        forward = self.forward
+        absent = set() if forward.conv is not None else {"conv_output", "weight"}
+        if not forward.bias:
+            absent.add("bias")
+        if forward.norm is None or not forward.norm.weight:
+            absent.add("norm_weight")
+        if forward.norm is None or not forward.norm.bias:
+            absent.add("norm_bias")
+        if Residual() not in forward.epilogue:
+            absent.add("residual")
+        known = [name for name in GRADIENTS if name not in absent]
+        if not self.gradients or not self.gradients <= set(known):
             raise ValueError(
-                f"gradients: got {sorted(self.gradients)}, expected some of {', '.join(GRADIENTS)}"
+                f"gradients: got {sorted(self.gradients)}, expected some of {', '.join(known)}"
             )
 
     @staticmethod

@@ -95,7 +95,7 @@ class CpuGroupNorm(ForwardKernel):
         if device.type != "cpu":
             return Support.no(f"runs on the processor, the input is on {device.type}")
         if problem.norm is None:
-            return Support.no("fuses activation and GroupNorm; there is no normalisation")
+            return Support.no("fuses activation and GroupNorm; there is no GroupNorm")
         if problem.output_dtype != problem.dtype:
             return Support.no("output dtype differs from input dtype")
         return supports_compiled(problem)

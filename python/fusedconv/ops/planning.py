@@ -13,7 +13,7 @@ from fusedconv import validation
 from fusedconv.device import device_record
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
-from fusedconv.plan import BackwardPlan, ForwardPlan
+from fusedconv.plan import BackwardPlan, ForwardPlan, JoinedPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
     BackwardProblem,
@@ -107,6 +107,11 @@ class NormCall(NamedTuple):
     activation: str
     order: str
     output_dtype: torch.dtype | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Input, weight, bias."""
+        return self.input, self.weight, self.bias
 
     def geometry(self) -> Norm:
         """Every check of the call; TypeError or ValueError names what is wrong."""
@@ -250,7 +255,18 @@ def backward_plan(
     names: tuple[str, ...],
     needs: Sequence[bool],
 ) -> BackwardPlan:
-    """The plan of the gradients among ``names`` that ``needs`` asks for, of a call that saved."""
+    """The plan of the gradients that ``needs`` asks for, of a call that saved; ``names`` are what
+    a problem calls the gradients of the call's tensors."""
+    wanted = [
+        name
+        for name, need, tensor in zip(names, needs, call.tensors, strict=True)
+        if need and tensor is not None
+    ]
+    if not wanted:
+        return JoinedPlan(())
+    if isinstance(call, ConvCall) and call.precision is None:
+        resolved = resolve_precision(call.input.dtype, call.input.device.type, None)
+        call = call._replace(precision=resolved)
     saved = call.input if conv_output is None else conv_output
     aligned = _is_aligned(grad), _is_aligned(saved)
     arguments = tuple(_hashable(value) for value in call)
@@ -260,7 +276,7 @@ def backward_plan(
         grad.device,
         None if conv_output is None else conv_output.stride(),
         aligned,
-        tuple(needs),
+        tuple(wanted),
         arguments,
         forced_kernels(),
     )
@@ -274,7 +290,7 @@ def backward_plan(
             grad_dtype=grad.dtype,
             grad_layout=grad_layout,
             aligned=all(map(operator.or_, aligned, copied)),
-            gradients=[name for name, need in zip(names, needs, strict=True) if need],
+            gradients=wanted,
         )
         device = device_record(call.input.device)
         plan = plan_for(problem, device, key)

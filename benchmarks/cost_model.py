@@ -1,22 +1,22 @@
-"""The Hopper convolution's cost model: measures what it is fitted to, fits it, and checks it.
+"""The cost models of Hopper's convolution and of torch's operators: measures, fits and checks them.
 
-usage: python benchmarks/cost_model.py measure [--output FILE]   times every row (needs a GPU)
+usage: python benchmarks/cost_model.py measure [--output FILE]   times every kernel (needs a GPU)
        python benchmarks/cost_model.py fit [FILE] [--time graph] fits the constants, needs no GPU
        python benchmarks/cost_model.py check [FILE]              the present constants, needs no GPU
 
-120 problems are drawn from a fixed seed: TF32, strict fp32 and 16 bits by turns, both layouts, two
-and three axes, 16 to 256 channels, half of them and more of one sample and few pixels; none is a
-benchmark's. Each is computed by every convolution row that supports it, and each TF32 problem by
-the rows of strict fp32 too, which are kept apart.
+``cost_problems.py`` has the problems, ``cost_times.py`` how they are timed: the forward pass and
+each part of the backward pass on every kernel that serves it, ours and torch's (each TF32 problem
+on rows of strict fp32 too), and torch's operators one by one.
 
-``call_ms`` is the median of CUDA events around one call each, the processor's part included, as the
-benchmark times; ``graph_ms`` is the time per call inside a CUDA graph. One input, so that a small
-one stays in L2; at least five repetitions, until the middle half lies within two percent.
+The constants of ``fusedconv.kernels.cuda.sm90`` are fitted to the first 60 problems: they minimise
+what the choice among compiled rows loses, and a little of log(estimate / measured). Those of
+``fusedconv.kernels.torch`` minimise the softened square of log(estimate / time in a graph),
+operator by operator, on all problems, as there are 20 of some kinds; ``call``, which is the
+caller's thread's, stays.
 
-The fit takes the first 60 problems: the constants of ``fusedconv.kernels.cutlass_sm90`` that
-minimise the mean square of log(estimate / measured) over that family's rows. The check is about
-what matters, the choice among the rows of both families: how often it is within five percent of
-the best, on the 60 problems that were not fitted to.
+The check is about what matters, the choice: how often it is within five percent of the best, on the
+60 problems that were not fitted to, among rows of both families and among all candidates, torch's
+operators included.
 """
 
 from __future__ import annotations
@@ -26,264 +26,91 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from cost_problems import Shape, shapes
+from cost_times import times_by_kernel
 
-from fusedconv import hypothetical
-from fusedconv.benchmark import DTYPES, LAYOUTS, device_facts, header, memory_format
-from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cutlass_sm90 import COSTS, CostConstants, CutlassSm90
-from fusedconv.plan import clear_cache
+from fusedconv.benchmark import device_facts, header
+from fusedconv.device import KNOWN
+from fusedconv.kernels import torch as vendor
+from fusedconv.kernels.cuda.sm90 import COSTS, CostConstants, CutlassSm90
+from fusedconv.plan import Kernel
 from fusedconv.problem import Problem
-from fusedconv.registry import FORCE_VARIABLE, Kernel, registry
+from fusedconv.registry import registry
 
 RESULTS = Path(__file__).parent / "results" / "h200-cost-model.json"
-COUNT = 120
-CHANNELS = (16, 20, 24, 32, 36, 48, 64, 80, 96, 100, 128, 160, 192, 256)
-NEAR = 1.05  # a choice is good where it takes at most this much of the best row's time
+DEVICE = KNOWN[90]
+NEAR = 1.05  # a choice is good where it takes at most this much of the best candidate's time
 SOFTNESS = 0.05  # estimates that differ by this share weigh about alike
-
-
-# ---- problems ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One problem; stride and dilation are 1, padding and kernel the same along every axis."""
-
-    precision: str
-    layout: str
-    batch: int
-    channels: int
-    out_channels: int
-    spatial: tuple[int, ...]
-    kernel_size: int
-    padding: int
-    bias: bool
-    num_groups: int
-    activation: str
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Shape:
-        return cls(**{**fields, "spatial": tuple(fields["spatial"])})
-
-    @property
-    def flops(self) -> int:
-        taps = self.kernel_size ** len(self.spatial)
-        return 2 * self.batch * self.channels * self.out_channels * taps * math.prod(self.spatial)
-
-    def problem(self) -> Problem:
-        """Of the shape on an H200."""
-        fields = dataclasses.asdict(self) | {"dtype": DTYPES[self.precision]}
-        return hypothetical.problem(device="cuda", architecture=90, **fields)
-
-
-def _draw(generator: random.Random, precision: str, layout: str, axes: int) -> Shape:
-    small = generator.random() < 0.5
-    if small:
-        low, high = ((14, 64), (6, 20))[axes - 2]
-    else:
-        low, high = ((32, 192), (12, 40))[axes - 2]
-    kernel = generator.choice((2, 3, 3, 3, 4, 5) if axes == 2 else (2, 3, 3))
-    out_channels = generator.choice(CHANNELS)
-    return Shape(
-        precision=precision,
-        layout=layout,
-        batch=1 if small else generator.randint(2, 32),
-        channels=generator.choice(CHANNELS),
-        out_channels=out_channels,
-        spatial=tuple(generator.randint(low, high) for _ in range(axes)),
-        kernel_size=kernel,
-        padding=generator.randint(0, kernel - 1),
-        bias=generator.random() < 0.5,
-        num_groups=generator.choice([g for g in (1, 2, 4, 8, 16) if out_channels % g == 0]),
-        activation=generator.choice(("relu", "gelu", "silu")),
-    )
-
-
-def shapes() -> list[Shape]:
-    """The same ones each time; large ones at most about a millisecond long."""
-    generator = random.Random(20261121)
-    result: list[Shape] = []
-    while len(result) < COUNT:
-        index = len(result)
-        precision = ("tf32", "fp32", generator.choice(("fp16", "bf16")))[index % 3]
-        shape = _draw(generator, precision, LAYOUTS[index // 3 % 2], 2 + index // 6 % 2)
-        if shape.flops <= (3e10 if precision == "fp32" else 1e11) and shape not in result:
-            result.append(shape)
-    return result
-
-
-# ---- measuring -----------------------------------------------------------------------------------
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last)
-
-
-def _median(call: Callable[[], object], most: int = 20) -> float:
-    """Stops once the middle half lies within two percent."""
-    times: list[float] = []
-    while len(times) < most:
-        times.append(_milliseconds(call))
-        if len(times) >= 5:
-            quarters = statistics.quantiles(times, n=4)
-            if quarters[2] - quarters[0] < 0.02 * quarters[1]:
-                break
-    return statistics.median(times)
-
-
-def _in_graph(call: Callable[[], object], milliseconds: float) -> float:
-    """Time per call of a graph of about a fifth of a millisecond."""
-    repeats = max(1, min(20, round(0.2 / milliseconds)))
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    # torch.cuda.graph() would collect garbage each time, which takes longer than all the rest.
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        for _ in range(repeats):
-            call()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    return _median(graph.replay) / repeats
-
-
-def _convolutions(problem: Problem) -> list[Kernel]:
-    return [
-        kernel
-        for kernel in registry().kernels()
-        if kernel.provider.startswith("cutlass_") and kernel.supports(problem)
-    ]
-
-
-def _call(shape: Shape) -> Callable[[], Tensor]:
-    dtype = DTYPES[shape.precision]
-    axes = len(shape.spatial)
-
-    def random_tensor(*extents: int) -> Tensor:
-        return torch.randn(extents, device="cuda").to(dtype)
-
-    x = random_tensor(shape.batch, shape.channels, *shape.spatial)
-    x = x.contiguous(memory_format=memory_format(x.dim(), shape.layout))
-    weight = random_tensor(shape.channels, shape.out_channels, *(shape.kernel_size,) * axes)
-    bias = random_tensor(shape.out_channels) if shape.bias else None
-    norm_weight, norm_bias = random_tensor(shape.out_channels), random_tensor(shape.out_channels)
-
-    def call() -> Tensor:
-        return conv_transpose_act_norm(
-            x,
-            weight,
-            bias,
-            padding=shape.padding,
-            activation=shape.activation,
-            num_groups=shape.num_groups,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            precision=shape.precision if dtype == torch.float32 else None,
-        )
-
-    return call
-
-
-def _rows(shape: Shape) -> dict[str, dict[str, float]]:
-    """Times by row of a shape; rows of strict fp32 serve TF32 too."""
-    call = _call(shape)
-    result = {}
-    for kernel in _convolutions(shape.problem()):
-        os.environ[FORCE_VARIABLE] = kernel.name
-        clear_cache()
-        try:
-            call()
-            call()
-            milliseconds = _median(call)
-            graph = _in_graph(call, milliseconds)
-        finally:
-            del os.environ[FORCE_VARIABLE]
-            clear_cache()
-        result[kernel.name] = {"call_ms": milliseconds, "graph_ms": graph}
-    return result
 
 
 def measure(output: Path, commit: str | None) -> None:
     torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
     problems = []
     with torch.no_grad():
         for index, shape in enumerate(shapes()):
-            record = {"shape": dataclasses.asdict(shape), "rows": _rows(shape)}
-            problems.append(record)
+            times = times_by_kernel(shape, device)
+            problems.append({"shape": dataclasses.asdict(shape), "times": times})
             torch.cuda.empty_cache()  # what the graphs held
-            best = min(record["rows"].items(), key=lambda row: row[1]["call_ms"])
+            forward = times["forward"]
+            best, of_best = min(forward.items(), key=lambda row: row[1]["call_ms"])
             print(
-                f"{index:3} {shape.problem()}: {len(record['rows'])} rows, best "
-                f"{best[1]['call_ms']:.4f} ms ({best[1]['graph_ms']:.4f} in a graph), {best[0]}",
+                f"{index:3} {shape.problem()}: {len(forward)} candidates, best "
+                f"{of_best['call_ms']:.4f} ms ({of_best['graph_ms']:.4f} in a graph), {best}",
                 flush=True,
             )
-    head = header(device_facts(torch.device("cuda"), 0), commit, {}, __doc__)
+    head = header(device_facts(device, 0), commit, {}, __doc__)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"header": head, "problems": problems}, indent=1) + "\n")
 
 
-# ---- fitting and checking ------------------------------------------------------------------------
+# ---- what was measured ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A problem and its rows' times in milliseconds."""
+    """A problem and its candidates' times in milliseconds."""
 
     problem: Problem
-    rows: list[tuple[Kernel, float]]
+    rows: list[tuple[Any, float]]
 
-    @functools.cached_property
+    @property
     def best(self) -> float:
         return min(time for _, time in self.rows)
 
     @functools.cached_property
     def _fixed(self) -> list[float | None]:
-        """The rows' costs, None for those that depend on the constants."""
+        """The candidates' costs, None for those that depend on the Hopper family's constants."""
         return [
-            None if isinstance(kernel, CutlassSm90) else kernel.cost(self.problem)
+            None if isinstance(kernel, CutlassSm90) else kernel.cost(self.problem, DEVICE)
             for kernel, _ in self.rows
         ]
 
     def estimates(self, costs: CostConstants) -> list[float]:
-        """The model's cost of each row in milliseconds."""
+        """The models' cost of each candidate in milliseconds."""
         return [
-            kernel.estimate(self.problem, costs)  # type: ignore[attr-defined]
-            if fixed is None
-            else fixed
+            kernel.estimate(self.problem, DEVICE, costs) if fixed is None else fixed
             for (kernel, _), fixed in zip(self.rows, self._fixed, strict=True)
         ]
 
-    def choice(self, costs: CostConstants) -> Any:
-        """The row that the model takes for the fastest."""
-        return self._chosen(costs)[0]
-
-    def chosen(self, costs: CostConstants) -> float:
-        """Its time."""
-        return self._chosen(costs)[1]
-
-    def _chosen(self, costs: CostConstants) -> tuple[Kernel, float]:
+    def choice(self, costs: CostConstants) -> tuple[Any, float]:
+        """What the models take for the fastest, and its time."""
         estimates = self.estimates(costs)
         return self.rows[estimates.index(min(estimates))]
 
+    def ratio(self, costs: CostConstants) -> float:
+        """The choice's time over the best."""
+        return self.choice(costs)[1] / self.best
+
     def regret(self, costs: CostConstants) -> float:
-        """log(time / best) of the choice, softened: rows weigh by their estimates' inverse to the
-        power 1 / SOFTNESS, so that the search sees where near ties would turn."""
+        """log(time / best) of the choice, softened: candidates weigh by their estimates' inverse to
+        the power 1 / SOFTNESS, so that the search sees where near ties would turn."""
         estimates = self.estimates(costs)
         least = min(estimates)
         weights = [(least / estimate) ** (1 / SOFTNESS) for estimate in estimates]
@@ -293,17 +120,36 @@ class Measured:
         )
         return sum(regrets) / sum(weights)
 
+    def compiled(self) -> Measured:
+        """Of the compiled rows alone."""
+        rows = [(kernel, time) for kernel, time in self.rows if kernel.provider != "torch"]
+        return Measured(self.problem, rows)
 
-def load(problems: Sequence[dict[str, Any]], time: str) -> list[Measured]:
-    """``time`` is "call" or "graph". Raises KeyError where a row is not compiled."""
-    kernels = {kernel.name: kernel for kernel in registry().kernels()}
-    return [
-        Measured(
-            Shape.of(record["shape"]).problem(),
-            [(kernels[name], times[f"{time}_ms"]) for name, times in record["rows"].items()],
-        )
-        for record in problems
-    ]
+
+def load(problems: Sequence[dict[str, Any]], key: str, time: str) -> list[Measured]:
+    """A pass's or operator's times; problems without it are left out. ``time`` is "call" or
+    "graph". Raises KeyError where a kernel is not compiled."""
+    kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in registry().kernels()}
+    result = []
+    for record in problems:
+        shape = Shape.of(record["shape"])
+        if key in record["times"]:
+            rows = record["times"][key].items()
+            result.append(
+                Measured(
+                    (shape.passes() | shape.operators())[key],
+                    [(kernels[name], times[f"{time}_ms"]) for name, times in rows],
+                )
+            )
+    return result
+
+
+def halves(problems: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(fitted to, checked on)."""
+    return problems[: len(problems) // 2], problems[len(problems) // 2 :]
+
+
+# ---- fitting -------------------------------------------------------------------------------------
 
 
 def loss(problems: Sequence[Measured], costs: CostConstants) -> float:
@@ -315,7 +161,7 @@ def loss(problems: Sequence[Measured], costs: CostConstants) -> float:
 def estimation_error(problems: Sequence[Measured], costs: CostConstants) -> float:
     """Mean square of log(estimate / measured) over the rows of the Hopper family."""
     errors = [
-        math.log(kernel.estimate(measured.problem, costs) / time)
+        math.log(kernel.estimate(measured.problem, DEVICE, costs) / time)
         for measured in problems
         for kernel, time in measured.rows
         if isinstance(kernel, CutlassSm90)
@@ -361,47 +207,184 @@ def nelder_mead(
     return simplex[0][1]
 
 
+def search(
+    function: Callable[[list[float]], float], start: Sequence[float], evaluations: int
+) -> list[float]:
+    """The best point of three searches, each from where the last one ended."""
+    point = list(start)
+    for step in (0.5, 0.2, 0.1):
+        point = nelder_mead(function, point, step, evaluations // 3)
+    return point
+
+
 def fit(problems: Sequence[Measured], start: CostConstants, evaluations: int) -> CostConstants:
-    """The constants of least loss; the search moves their logarithms and begins anew twice."""
+    """The Hopper family's constants of least loss; the search moves their logarithms."""
     names = [field.name for field in dataclasses.fields(CostConstants)]
 
     def constants(point: Sequence[float]) -> CostConstants:
         return CostConstants(**dict(zip(names, map(math.exp, point), strict=True)))
 
     point = [math.log(getattr(start, name)) for name in names]
-    for step in (0.5, 0.2, 0.1):
-        point = nelder_mead(lambda p: loss(problems, constants(p)), point, step, evaluations // 3)
-    return constants(point)
+    return constants(search(lambda p: loss(problems, constants(p)), point, evaluations))
+
+
+# ---- torch's operators ---------------------------------------------------------------------------
+
+#: What is fitted of an operator's cost, with and without products.
+EVERY = ("start", "flops", "passes")
+NO_FLOPS = ("start", "passes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknowns:
+    """Some of the constants of torch's operators, as a point of a search that may reach zero: the
+    roots of ``values``. ``placed`` puts values into constants."""
+
+    values: Sequence[float]
+    placed: Callable[[vendor.CostConstants, Sequence[float]], vendor.CostConstants]
+
+    def of(self, costs: vendor.CostConstants, point: Sequence[float]) -> vendor.CostConstants:
+        return self.placed(costs, [root * root for root in point])
+
+
+def _one(name: str, key: Any, value: vendor.OperatorCost, fields: Sequence[str]) -> Unknowns:
+    """Fields of an operator's cost; ``key`` is None where the constant ``name`` is no table."""
+
+    def placed(costs: vendor.CostConstants, values: Sequence[float]) -> vendor.CostConstants:
+        cost: Any = dataclasses.replace(value, **dict(zip(fields, values, strict=True)))
+        if key is not None:
+            cost = {**getattr(costs, name), key: cost}
+        return dataclasses.replace(costs, **{name: cost})
+
+    return Unknowns([getattr(value, field) for field in fields], placed)
+
+
+def _norms(costs: vendor.CostConstants) -> Unknowns:
+    """Of both layouts, which share what few groups cost."""
+    layouts = list(costs.norm)
+
+    def placed(costs: vendor.CostConstants, values: Sequence[float]) -> vendor.CostConstants:
+        few_groups, *others = values
+        starts, passes = others[::2], others[1::2]
+        norm = {
+            layout: vendor.OperatorCost(start, 0.0, each)
+            for layout, start, each in zip(layouts, starts, passes, strict=True)
+        }
+        return dataclasses.replace(costs, norm=norm, few_groups=few_groups)
+
+    pairs = [(cost.start, cost.passes) for cost in costs.norm.values()]
+    return Unknowns([costs.few_groups, *(value for pair in pairs for value in pair)], placed)
+
+
+def operators(
+    costs: vendor.CostConstants, problems: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, Unknowns, list[Measured]]]:
+    """(name, constants, what they are fitted to) of each of torch's operators."""
+    for key, cost in costs.convolution.items():
+        what, strict, axes = key
+        chosen = [
+            record
+            for record in problems
+            if (record["shape"]["precision"] == "fp32") == strict
+            and len(record["shape"]["spatial"]) == axes
+        ]
+        timed = load(chosen, "convolution" if what == "forward" else what, "graph")
+        name = f"{what} {'fp32' if strict else 'tensor cores'} {axes}d"
+        yield name, _one("convolution", key, cost, EVERY), timed
+    for name in ("bias", "activation"):
+        yield name, _one(name, None, getattr(costs, name), NO_FLOPS), load(problems, name, "graph")
+    yield "norm", _norms(costs), load(problems, "norm", "graph")
+    for layout, cost in costs.norm_backward.items():
+        chosen = [record for record in problems if record["shape"]["layout"] == layout]
+        unknowns = _one("norm_backward", layout, cost, NO_FLOPS)
+        yield f"norm_backward {layout}", unknowns, load(chosen, "norm_backward", "graph")
+
+
+def _logarithms(problems: Sequence[Measured], costs: vendor.CostConstants) -> list[float]:
+    """log(estimate / time) of the only candidate, without the caller's thread."""
+    alone = dataclasses.replace(costs, call=0.0)
+    return [
+        math.log(max(kernel.estimate(measured.problem, DEVICE, alone), 1e-9) / time)
+        for measured in problems
+        for kernel, time in measured.rows
+    ]
+
+
+def _softened(errors: Sequence[float]) -> float:
+    """Near zero the mean square, far from it linear: a library's odd choice is no operator's."""
+    return statistics.fmean(2 * (math.sqrt(1 + error * error) - 1) for error in errors)
+
+
+def fit_torch(
+    problems: Sequence[dict[str, Any]], start: vendor.CostConstants, evaluations: int
+) -> vendor.CostConstants:
+    """The constants of torch's operators, each fitted alone."""
+    costs = start
+    for _, unknowns, chosen in operators(start, problems):
+        if chosen:
+            # A root of zero would not be left: its slope is zero.
+            roots = [max(math.sqrt(value), 0.1) for value in unknowns.values]
+
+            def error(
+                point: Sequence[float],
+                unknowns: Unknowns = unknowns,
+                chosen: list[Measured] = chosen,
+            ) -> float:
+                return _softened(_logarithms(chosen, unknowns.of(start, point)))
+
+            costs = unknowns.of(costs, search(error, roots, evaluations))
+    return costs
+
+
+# ---- reporting -----------------------------------------------------------------------------------
 
 
 def share(problems: Sequence[Measured], costs: CostConstants) -> float:
-    """The share of problems whose choice takes at most NEAR times the best row's time."""
-    return statistics.fmean(p.chosen(costs) <= NEAR * p.best for p in problems)
+    """The share of problems whose choice takes at most NEAR times the best candidate's time."""
+    return statistics.fmean(measured.ratio(costs) <= NEAR for measured in problems)
 
 
 def report(title: str, problems: Sequence[Measured], costs: CostConstants) -> None:
-    ratios = [measured.chosen(costs) / measured.best for measured in problems]
+    ratios = [measured.ratio(costs) for measured in problems]
     near = sum(ratio <= NEAR for ratio in ratios)
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    error = math.sqrt(estimation_error(problems, costs))
     print(
-        f"{title}: the choice is within {NEAR - 1:.0%} of the best row on {near} of {len(ratios)} "
-        f"problems, geometric mean {mean:.3f}, worst {max(ratios):.2f}; "
-        f"root mean square of log(estimate / measured) {error:.3f}"
+        f"{title}: the choice is within {NEAR - 1:.0%} of the best on {near} of {len(ratios)} "
+        f"problems, geometric mean {mean:.3f}, worst {max(ratios):.2f}"
     )
 
 
-def halves(problems: Sequence[Measured]) -> tuple[Sequence[Measured], Sequence[Measured]]:
-    """(fitted to, checked on)."""
-    return problems[: len(problems) // 2], problems[len(problems) // 2 :]
+def report_rows(title: str, problems: Sequence[Measured], costs: CostConstants) -> None:
+    rows = [measured.compiled() for measured in problems]
+    report(f"{title}, compiled rows", rows, costs)
+    error = math.sqrt(estimation_error(rows, costs))
+    print(f"  root mean square of log(estimate / measured) {error:.3f}")
+
+
+def report_choices(problems: Sequence[dict[str, Any]]) -> None:
+    """Among all candidates, of each pass that has several."""
+    for time in ("graph", "call"):
+        for key in ("forward", "epilogue"):
+            for half, records in zip(("fitted", "other"), halves(problems), strict=True):
+                if found := load(records, key, time):
+                    report(f"{key}, all candidates, {time} times, {half} half", found, COSTS)
+
+
+def report_torch(problems: Sequence[dict[str, Any]], costs: vendor.CostConstants) -> None:
+    for name, _, chosen in operators(costs, problems):
+        if chosen:
+            errors = _logarithms(chosen, costs)
+            square = math.sqrt(statistics.fmean(error * error for error in errors))
+            print(
+                f"  torch {name}: root mean square of log(estimate / measured) {square:.3f}, mean "
+                f"{statistics.fmean(errors):+.3f}, {len(errors)} problems"
+            )
 
 
 def report_strict(problems: Sequence[Measured]) -> None:
     """Where TF32 is asked for: how the best strict row compares with the best TF32 row."""
     ratios = []
-    for measured in problems:
-        if measured.problem.precision != "tf32":
-            continue
+    for measured in (each.compiled() for each in problems if each.problem.precision == "tf32"):
         best = {
             precision: min(t for kernel, t in measured.rows if kernel.precision == precision)
             for precision in ("tf32", "fp32")
@@ -410,9 +393,30 @@ def report_strict(problems: Sequence[Measured]) -> None:
     free = sum(ratio <= 1.0 for ratio, _ in ratios)
     print(f"strict fp32 takes no longer than TF32 on {free} of {len(ratios)} problems:")
     for ratio, measured in sorted(ratios, key=lambda pair: pair[0]):
-        chosen = measured.choice(COSTS).precision
+        chosen = measured.choice(COSTS)[0].precision
         gflop = measured.problem.conv_flops / 1e9
         print(f"  {ratio:5.2f}  {gflop:8.2f} GFLOP, {chosen} chosen  {measured.problem}")
+
+
+def print_constants(costs: Any) -> None:
+    """As they stand in the sources."""
+    for field in dataclasses.fields(costs):
+        value = getattr(costs, field.name)
+        if not isinstance(value, dict):
+            print(f"    {field.name}={_shown(value)},")
+            continue
+        print(f"    {field.name}={{")
+        for key, cost in value.items():
+            print(f"        {key!r}: {_shown(cost)},".replace("'", '"'))
+        print("    },")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, vendor.OperatorCost):
+        # Three digits, and zero for what a search only comes near to.
+        numbers = (f"{0.0 if n < 1e-3 else n:.3g}" for n in dataclasses.astuple(value))
+        return f"OperatorCost({', '.join(numbers)})"
+    return f"{value:.4g}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -432,17 +436,21 @@ def main(arguments: list[str] | None = None) -> None:
         measure(options.output, options.commit)
         return
     raw = json.loads(options.file.read_text())["problems"]
-    first, second = halves(load(raw, options.time))
-    report("present constants, fitted half", first, COSTS)
-    report("present constants, other half", second, COSTS)
+    first, second = halves(load(raw, "forward", options.time))
+    report_rows("present constants, fitted half", first, COSTS)
+    report_rows("present constants, other half", second, COSTS)
     if options.command == "check":
+        report_choices(raw)
+        report_torch(raw, vendor.COSTS)
         report_strict([*first, *second])
         return
-    fitted = fit(first, COSTS, options.evaluations)
-    report("fitted constants, fitted half", first, fitted)
-    report("fitted constants, other half", second, fitted)
-    for name, value in dataclasses.asdict(fitted).items():
-        print(f"    {name}={value:.4g},")
+    fitted = fit([measured.compiled() for measured in first], COSTS, options.evaluations)
+    report_rows("fitted constants, fitted half", first, fitted)
+    report_rows("fitted constants, other half", second, fitted)
+    print_constants(fitted)
+    of_torch = fit_torch(raw, vendor.COSTS, options.evaluations // 10)
+    report_torch(raw, of_torch)
+    print_constants(of_torch)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import fusedconv
 from fusedconv.benchmark import Clock, device_facts, header, measured_rates, memory_format
-from fusedconv.plan import clear_cache
+from fusedconv.selection import clear_cache
 
 HALF, FLOAT = torch.float16, torch.float32
 # (where the shape occurs, [N, C, H, W], groups, dtype, layout)

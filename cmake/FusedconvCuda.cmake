@@ -4,7 +4,8 @@
 #   fusedconv_device_code   flags for device code
 
 set(nvcc_oldest 12.0)  # the first to know sm_90a and C++20
-set(nvcc_packages "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt nvidia-nvvm")
+set(nvcc_packages
+    "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt nvidia-nvvm")
 
 # Sets the variable to the path where it is an nvcc of sufficient version, and clears it if not.
 function(fusedconv_check_nvcc variable)
@@ -68,6 +69,14 @@ for folder in [*sys.path, *map(sysconfig.get_path, ('purelib', 'platlib'))]:
   endif()
 endfunction()
 
+# Sets the variable to CMake's form of an architecture: PTX of one with a letter runs nowhere else.
+function(fusedconv_cuda_architecture architecture variable)
+  if(architecture MATCHES "^[0-9]+[af]$")
+    string(APPEND architecture -real)
+  endif()
+  set(${variable} ${architecture} PARENT_SCOPE)
+endfunction()
+
 set(FUSEDCONV_WITH_CUDA FALSE)
 if(NOT FUSEDCONV_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "FUSEDCONV_CUDA is '${FUSEDCONV_CUDA}' (expected AUTO, ON or OFF)")
@@ -98,11 +107,8 @@ endif()
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_ARCHITECTURES "")
 foreach(architecture IN LISTS FUSEDCONV_CUDA_ARCHITECTURES)
-  # PTX of an architecture with a letter runs nowhere else.
-  if(architecture MATCHES "^[0-9]+[af]$")
-    string(APPEND architecture -real)
-  endif()
-  list(APPEND CMAKE_CUDA_ARCHITECTURES ${architecture})
+  fusedconv_cuda_architecture(${architecture} code)
+  list(APPEND CMAKE_CUDA_ARCHITECTURES ${code})
 endforeach()
 
 # The packages keep libraries in lib; their nvcc looks in lib64 when it links CMake's test programs.
@@ -122,8 +128,8 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS nvcc_oldest)
 endif()
 set(FUSEDCONV_WITH_CUDA TRUE)
 
-# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack. CMake
-# itself links the static runtime where a target has CUDA sources.
+# Not find_package(CUDAToolkit): it insists on a shared runtime, which the Python packages lack.
+# CMake itself links the static runtime where a target has CUDA sources.
 add_library(fusedconv_cuda_headers INTERFACE)
 target_include_directories(fusedconv_cuda_headers SYSTEM
                            INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -134,6 +140,7 @@ foreach(folder IN LISTS CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES)
 endforeach()
 
 add_library(fusedconv_device_code INTERFACE)
+target_compile_features(fusedconv_device_code INTERFACE cuda_std_20)
 target_compile_options(
   fusedconv_device_code
   INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>

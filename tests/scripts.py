@@ -1,8 +1,8 @@
-"""The scripts under benchmarks/, which are no package."""
+"""The scripts under benchmarks/, which are no package but import each other."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from types import ModuleType
 
@@ -12,12 +12,7 @@ FOLDER = ROOT / "benchmarks"
 
 
 def script(name: str) -> ModuleType:
-    """A script as a module, loaded once."""
-    module_name = f"benchmarks_{name}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, FOLDER / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    return sys.modules[module_name]
+    """A script as a module; what it imports lies beside it, as where it is run."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)

@@ -12,10 +12,9 @@ from checkout import ROOT, tracked
 from processes import python
 
 import fusedconv
-from fusedconv import _C, problem
+from fusedconv import _C
 
 CPP = ROOT / "cpp"
-TYPES = CPP / "include" / "fusedconv" / "types.hpp"
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -37,6 +36,7 @@ def test_build_says_what_was_built():
     assert fusedconv.__version__ == build["version"]
     cuda = {"cuda_runtime", "architectures", "cutlass"}
     assert cuda & build.keys() == (cuda if build["cuda"] else set())
+    assert ("sm80" in build["families"]) == build["cuda"]
 
 
 def test_the_version_is_the_packages():
@@ -50,23 +50,35 @@ def test_the_version_is_the_packages():
 
 
 def test_what_needs_cuda_is_there_exactly_with_it():
-    for name in ("Program", "Operand", "GroupNormPasses", "conv_rows"):
+    for name in ("Program", "Operand", "Step", "query_device", "layout", "group_norm"):
         assert hasattr(_C, name) == fusedconv.build["cuda"], name
-    assert callable(_C.cpu_group_norm)
+    assert callable(_C.cpu.group_norm)
+
+
+def test_families_are_there_exactly_where_their_architecture_was_compiled():
+    families = fusedconv.build["families"]
+    assert families == [name for name in ("sm80", "sm90") if hasattr(_C, name)]
+    assert ("sm90" in families) == ("90a" in fusedconv.build.get("architectures", "").split())
 
 
 @pytest.mark.skipif(not fusedconv.build["cuda"], reason="fusedconv was built without CUDA")
 def test_every_compiled_row_is_a_kernel_of_the_registry():
     from fusedconv.registry import registry
 
-    rows = _C.conv_rows()
-    names = [row["name"] for row in rows]
+    rows = [row for family in fusedconv.build["families"] for row in getattr(_C, family).rows()]
+    names = [row.name for row in rows]
     assert len(set(names)) == len(names) > 0
-    assert [row["index"] for row in rows] == list(range(len(rows)))
     assert set(names) <= {kernel.name for kernel in registry().kernels()}
-    architectures = {int(re.sub(r"\D", "", a)) for a in fusedconv.build["architectures"].split()}
-    for row in rows:
-        assert row["architecture"] >= min(architectures)
+
+
+@pytest.mark.skipif(not fusedconv.build["cuda"], reason="fusedconv was built without CUDA")
+def test_rows_say_what_a_candidate_is_chosen_by():
+    for row in _C.sm80.rows():
+        traits = _C.math_traits(row.math)
+        assert traits.name in row.name and f"{row.dimensions}d" in row.name
+        assert "x".join(map(str, row.tile)) in row.name
+        assert 0 < row.efficiency < 1
+        assert row.architecture == 80
 
 
 def test_errors_are_what_python_expects():
@@ -85,43 +97,49 @@ def test_public_names_exist():
 # ---- one vocabulary in C++ and Python ------------------------------------------------------------
 
 
-def enumerators(name: str) -> dict[str, int]:
-    """An enum class of types.hpp, by name."""
-    text = re.sub(r"//[^\n]*", "", TYPES.read_text())
-    match = re.search(rf"enum class {name} : int \{{(.*?)\}};", text, re.DOTALL)
-    assert match, name
-    pairs = re.findall(r"k(\w+)\s*=\s*(\d+)", match[1])
-    assert len(pairs) == len([part for part in match[1].split(",") if part.strip()])
-    return {key: int(value) for key, value in pairs}
+def enumerators(name: str) -> list[str]:
+    """An enum class of the sources, in snake case."""
+    found = [
+        match[1]
+        for path in sources("*.hpp")
+        for match in re.finditer(
+            rf"enum class {name} : int \{{(.*?)\}};",
+            re.sub(r"//[^\n]*", "", path.read_text()),
+            re.DOTALL,
+        )
+    ]
+    assert len(found) == 1, name
+    parts = [part.strip() for part in found[0].split(",") if part.strip()]
+    assert all(re.fullmatch(r"k\w+", part) for part in parts), "values count from 0"
+    return [snake(part.removeprefix("k")) for part in parts]
 
 
 def snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def test_activation_codes():
-    expected = {snake(name): code for name, code in enumerators("Activation").items()}
-    assert expected == problem.ACTIVATION_CODES
-    assert tuple(problem.ACTIVATION_CODES) == problem.ACTIVATIONS
+@pytest.mark.parametrize("name", ["DType", "Activation", "Math"])
+def test_names_of_an_enum_are_its_enumerators(name):
+    """Names stand in a table of their own, which must follow the enumerators."""
+    assert enumerators(name) == list(getattr(_C, name).__members__)
 
 
-def test_dtype_codes():
-    expected = {name.lower(): code for name, code in enumerators("DType").items()}
-    assert expected == {problem.dtype_name(d): code for d, code in problem.DTYPE_CODES.items()}
+def test_layouts_are_named_as_their_axes():
+    names = {"nchw": "channels_first", "nhwc": "channels_last"}
+    assert enumerators("Layout") == [names[name] for name in _C.Layout.__members__]
 
 
-def test_layout_codes():
-    names = {"ChannelsFirst": "nchw", "ChannelsLast": "nhwc"}
-    expected = {names[name]: code for name, code in enumerators("Layout").items()}
-    assert expected == problem.LAYOUT_CODES
+def test_dtypes_have_the_names_of_torchs():
+    for name in _C.DType.__members__:
+        assert isinstance(getattr(torch, name), torch.dtype)
 
 
-def test_the_binding_knows_as_many_codes_as_there_are():
-    """checked_enum's counts in the binding, which Python's codes are checked against."""
-    text = (CPP / "binding" / "module.cpp").read_text()
-    counts = dict(re.findall(r"checked_enum<(\w+)>\(name, value, (\d+)\)", text))
-    for name in ("DType", "Layout", "Activation"):
-        assert int(counts[name]) == len(enumerators(name)), name
+def test_each_math_has_a_row_in_the_table():
+    for math in _C.Math:
+        traits = _C.math_traits(math)
+        assert traits.name == math.name
+        assert traits.dtype in _C.DType
+        assert traits.precision in ("tf32", "fp32", "fp16", "bf16")
 
 
 # ---- the sources ---------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from processes import python
 from rich.console import Console
 
 import fusedconv
-from fusedconv import benchmark, cli, registry
+from fusedconv import benchmark, registry
 from fusedconv.cli import main
+from fusedconv.cli.bench import _observer
 
 
 def invoke(*arguments: str) -> str:
@@ -72,6 +73,47 @@ def test_explain_chooses_the_group_norm_by_size_and_layout(arguments, kernel):
     """On a machine without a GPU, an H200 is assumed."""
     output = invoke("explain", "--out-channels", "0", *arguments.split())
     assert kernel in output.splitlines()[1], output
+
+
+def test_explain_gives_the_backward_pass_where_it_is_asked_for():
+    for system, parts in (("system1", ("epilogue", "input, weight, bias")), ("system3", None)):
+        without = invoke("explain", "--system", system)
+        output = invoke("explain", "--system", system, "--gradients")
+        assert "\ngradients of" not in without and "saving for backward" not in without
+        forward, backward = output.split("\ngradients of ")
+        assert "saving for backward" in forward.splitlines()[0]
+        asked, *lines = backward.splitlines()
+        if parts is None:
+            assert asked.startswith("input, norm_weight, norm_bias through group_norm 8 on ")
+            assert sum("kernel of epilogue: " in line for line in lines) == 1
+            continue
+        assert asked.startswith(
+            "conv_output, input, weight, bias, norm_weight, norm_bias through conv_transpose2d"
+        )
+        for part in parts:
+            assert sum(f"kernel of {part}: " in line for line in lines) == 1
+        assert any("torch.ops.aten.convolution_backward for input, weight" in x for x in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gradients"),
+    [
+        ("--no-bias", "conv_output, input, weight, norm_weight, norm_bias"),
+        ("--num-groups 0", "conv_output, input, weight, bias"),
+        ("--num-groups 0 --activation identity", "input, weight, bias"),
+        ("--num-groups 0 --activation identity --no-bias", "input, weight"),
+        ("--out-channels 0", "input, norm_weight, norm_bias"),
+    ],
+)
+def test_explained_gradients_are_those_that_there_are(arguments, gradients):
+    output = invoke("explain", "--gradients", *arguments.split())
+    assert f"\ngradients of {gradients} through " in output
+
+
+def test_explain_on_the_processor_gives_gradients_too():
+    output = invoke("explain", "--gradients", "--device", "cpu", "--system", "system1")
+    assert "kernel of epilogue: torch_epilogue_backward" in output
+    assert "runs on CUDA" in output or "built without CUDA" in output
 
 
 def test_explain_gives_the_reason_of_a_refusal():
@@ -299,7 +341,7 @@ def test_bench_shows_a_bar_on_a_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=140)
     cell = benchmark.Cell.of(RECORD)
-    with cli._observer(console) as observer:
+    with _observer(console) as observer:
         observer.planned(4)
         observer.began(cell, "eager")
         observer.measured(RECORD, 0.25)
@@ -312,7 +354,7 @@ def test_bench_shows_a_bar_on_a_terminal():
 
 
 def test_bench_writes_lines_elsewhere(capsys):
-    with cli._observer(Console(file=io.StringIO())) as observer:
+    with _observer(Console(file=io.StringIO())) as observer:
         observer.planned(4)
         observer.began(benchmark.Cell.of(RECORD), "eager")
         observer.measured(RECORD, 0.25)

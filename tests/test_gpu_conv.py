@@ -18,10 +18,20 @@ from torch.nn import functional as F
 import fusedconv
 from fusedconv.benchmark import DTYPES, PRECISIONS
 from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda import sm80, sm90
 from fusedconv.models import SYSTEMS
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
+
+#: Whatever torch's operators cost; those of theirs stay that nothing of ours stands for.
+OURS = "cutlass_sm80,cutlass_sm90,groupnorm_cuda,torch_epilogue_backward"
+
+
+@pytest.fixture
+def ours(force) -> None:
+    """Small problems, which torch's operators may serve in less time, run on our kernels."""
+    force(OURS)
 
 
 def poison(num_bytes: int = 64 << 20) -> None:
@@ -44,9 +54,8 @@ def bound(eager_error: float, precision: str) -> float:
 
 
 def conv_rows() -> list[str]:
-    if not fusedconv.build["cuda"]:
-        return []
-    return [kernel.name for kernel in registry().kernels() if kernel.provider.startswith("cutlass")]
+    rows = (sm80.CutlassSm80, sm90.CutlassSm90)
+    return [kernel.name for kernel in registry().kernels() if isinstance(kernel, rows)]
 
 
 # (C, K, spatial, kernel, padding, dilation, bias): odd sizes, unaligned channels, one pixel wide
@@ -70,13 +79,13 @@ CASES_3D = [
 def test_row_against_fp64(name, monkeypatch, eager_precision):
     kernel = next(k for k in registry().kernels() if k.name == name)
     monkeypatch.setenv("FUSEDCONV_KERNEL", name)
-    precision = next(p for p in PRECISIONS if _serves(kernel, p))
+    precision = kernel.precision
     eager_precision(precision)
     dtype = DTYPES[precision]
     # Rows of the sm_90 family serve any number of axes, some of them up to 64 output channels.
     dimensions = getattr(kernel.row, "dimensions", None)
     cases = [case for case in CASES_2D + CASES_3D if dimensions in (None, len(case[2]))]
-    if name.endswith("_turns"):
+    if name.endswith("_ping_pong"):
         cases = [case for case in cases if case[1] <= 64]
     for number, case in enumerate(cases):
         channels, out, spatial, kernel_size, padding, dilation, has_bias = case
@@ -162,16 +171,16 @@ def random_problem(generator: random.Random) -> dict[str, Any]:
     ("sharing", "precision"),
     [
         (sharing, precision)
-        for sharing in ("turns", "channels", "positions")
+        for sharing in ("ping_pong", "cooperative_m", "cooperative_n")
         for precision in PRECISIONS
-        if (sharing, precision) != ("turns", "fp32")
+        if (sharing, precision) != ("ping_pong", "fp32")
     ],
 )
 def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision):
     kernels = [
         k
         for k in registry().kernels()
-        if k.provider == "cutlass_sm90" and k.name.endswith(sharing) and _serves(k, precision)
+        if k.provider == "cutlass_sm90" and k.name.endswith(sharing) and k.precision == precision
     ]
     assert kernels
     if torch.cuda.get_device_capability() != (9, 0):
@@ -235,12 +244,6 @@ def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).reshape(x.shape)
 
 
-def _serves(kernel, precision: str) -> bool:
-    return {"tf32": (0, 1), "fp32": (2,), "fp16": (3,), "bf16": (4,)}[precision].count(
-        kernel.row.math
-    ) > 0
-
-
 def _inputs(shape, dtype, layout):
     x = torch.rand(shape, device="cuda", dtype=torch.float32).to(dtype)
     return channels_last(x) if layout == "nhwc" else x
@@ -261,6 +264,7 @@ def _pair(system, dtype, layout):
 SMALLER = {"system1": (3, 64, 61, 67), "system2": (2, 64, 9, 11, 13), "system3": (3, 64, 63, 65)}
 
 
+@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize(
     ("name", "precision", "layout"), list(itertools.product(SYSTEMS, PRECISIONS, ("nchw", "nhwc")))
 )
@@ -309,6 +313,7 @@ def test_system_forward_and_gradients(name, precision, layout, eager_precision):
     assert all(n != "torch" for n in plan_names), plan_names
 
 
+@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("order", ["act_norm", "norm_act"])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("num_groups", [None, 1, 4, 20])
@@ -333,6 +338,7 @@ def test_orders_and_activations(order, activation, num_groups, eager_precision):
         assert relative_error(module(x), reference.cuda()) < 2e-6
 
 
+@pytest.mark.usefixtures("ours")
 def test_one_dimension(eager_precision):
     eager_precision("fp32")
     module = fusedconv.ConvTransposeActNorm1d(
@@ -346,6 +352,7 @@ def test_one_dimension(eager_precision):
     assert fusedconv.explain(module, x)[0].provider.startswith("cutlass")
 
 
+@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("view", ["slice", "transpose", "offset", "channel_slice", "expanded"])
 def test_non_contiguous_inputs(view, eager_precision):
     eager_precision("fp32")
@@ -367,6 +374,8 @@ def test_non_contiguous_inputs(view, eager_precision):
     assert relative_error(actual, reference) < 2e-6
 
 
+@pytest.mark.usefixtures("ours")
+@pytest.mark.usefixtures("ours")
 def test_weights_change_between_calls():
     """A filter packed once and kept would show here, also behind ``.data``."""
     model = fusedconv.ModelNew(16, 16, 3, 1, 4, 4).cuda()
@@ -381,20 +390,19 @@ def test_weights_change_between_calls():
 def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
     model = fusedconv.ModelNew(64, 64, 3, 1, 8, 8).cuda()
     x = torch.rand(7, 64, 40, 44, device="cuda")
-    from fusedconv.kernels import cutlass_sm80, cutlass_sm90
-
     with torch.no_grad():
         # Another way through the batch may make another row the cheapest.
         monkeypatch.setenv("FUSEDCONV_KERNEL", fusedconv.explain(model, x)[0].kernel)
         first = model(x)
         for _ in range(20):
             assert torch.equal(model(x), first)
-        for provider in (cutlass_sm80, cutlass_sm90):
+        for provider in (sm80, sm90):
             monkeypatch.setattr(provider, "CHUNK_BYTES", 2 << 20)
         fusedconv.clear_cache()
         assert torch.equal(model(x), first)
 
 
+@pytest.mark.usefixtures("ours")
 def test_graph_capture_streams_and_no_synchronisation(no_synchronisation):
     model = fusedconv.ModelNew(64, 64, 3, 1, 8, 8).cuda().eval()
     x = torch.rand(2, 64, 33, 35, device="cuda")
@@ -419,6 +427,7 @@ def test_graph_capture_streams_and_no_synchronisation(no_synchronisation):
         assert torch.equal(captured, model(x))
 
 
+@pytest.mark.usefixtures("ours")
 def test_autocast_matches_eager_dtypes():
     system = SYSTEMS["system1"]
     original, model = _pair(system, torch.float32, "nchw")
@@ -450,6 +459,7 @@ def test_reference_serves_the_rest_and_says_so(caplog):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.usefixtures("ours")
 @TORCH_SCRIPTS
 def test_compiled_model_agrees(compiled):
     model = fusedconv.ModelNew(16, 32, 3, 1, 8, 8).cuda()
@@ -466,6 +476,7 @@ def test_mixed_devices_are_refused():
         model(torch.rand(1, 4, 8, 8, device="cuda"))
 
 
+@pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_autocast_lowers_whatever_precision_float32_would_have(precision):
     module = fusedconv.ConvTransposeActNorm2d(16, 24, 3, num_groups=4, precision=precision).cuda()

@@ -2,58 +2,175 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import test_gpu_gradients
 import torch
-from problems import problem
+from problems import backward_problem, geometry_of, group_norm_stage, problem
 from reference import channels_last
 from test_gpu_group_norm import CASES, FLOOR, KERNELS, LARGE_CASES, serves, with_layouts
 
 import fusedconv
-from fusedconv.problem import NormGeometry, layout_of
+from fusedconv.device import KNOWN
+from fusedconv.layout import layout_of
 from fusedconv.registry import registry
+from fusedconv.selection import choose
 
 pytestmark = pytest.mark.skipif(
     not fusedconv.build["cuda"], reason="fusedconv was built without CUDA"
 )
 
+STREAMED = ("groupnorm_streamed", "groupnorm_backward_streamed")
+
+
+def kernel_named(name):
+    (kernel,) = (kernel for kernel in registry().kernels() if kernel.name == name)
+    return kernel
+
+
+def norm_alone(shape, groups, dtype, layout="nchw", **changes):
+    """A normalisation without weight and bias of a dense tensor."""
+    x = torch.empty(shape, device="meta", dtype=dtype)
+    if layout == "nhwc":
+        x = channels_last(x)
+    none = group_norm_stage(groups, weight=False, bias=False, affine_dtype=None)
+    fields = dict(
+        dtype=dtype,
+        output_dtype=dtype,
+        layout=layout_of(shape, x.stride()),
+        batch=shape[0],
+        channels=shape[1],
+        spatial=shape[2:],
+        conv=None,
+        norm=none,
+        activation="identity",
+    )
+    return problem(**(fields | changes))
+
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_serve_what_their_conditions_say(name, architecture):
-    (kernel,) = (kernel for kernel in registry().kernels() if kernel.name == name)
+    kernel, device = kernel_named(name), KNOWN[architecture]
     answers = []
     for shape, groups, layout in with_layouts(CASES + LARGE_CASES):
         for dtype in FLOOR:
-            x = torch.empty(shape, device="meta", dtype=dtype)
-            if layout == "nhwc":
-                x = channels_last(x)
-            asked = problem(
-                device="cuda",
-                architecture=architecture,
-                multiprocessors=132,
-                dtype=dtype,
-                output_dtype=dtype,
-                layout=layout_of(shape, x.stride()),
-                batch=shape[0],
-                channels=shape[1],
-                spatial=shape[2:],
-                activation="identity",
-                conv=None,
-                norm=NormGeometry(groups, 1e-5, weight=False, bias=False, affine_dtype=None),
-            )
+            asked = norm_alone(shape, groups, dtype, layout)
             expected = serves(
                 name,
                 shape,
                 groups,
                 dtype,
-                not x.is_contiguous(),
+                asked.layout == "nhwc",
                 capability=divmod(architecture, 10),
-                multiprocessors=132,
+                multiprocessors=device.multiprocessors,
             )
-            support = kernel.supports(asked)
+            support = kernel.supports(asked, device)
             assert bool(support) == expected, (shape, groups, dtype, layout, support.reason)
             answers.append(expected)
     if name == "groupnorm_streamed" and architecture < 90:
         assert not any(answers)
     else:
         assert answers.count(True) >= 30
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", test_gpu_gradients.KERNELS)
+def test_gradients_are_served_as_their_conditions_say(name, architecture):
+    kernel, device = kernel_named(name), KNOWN[architecture]
+    answers = []
+    for shape, groups, layout in with_layouts(CASES + LARGE_CASES):
+        for dtype in FLOOR:
+            asked = backward_problem(norm_alone(shape, groups, dtype, layout, save=True))
+            expected = test_gpu_gradients.serves_gradients(
+                name,
+                shape,
+                groups,
+                dtype,
+                asked.forward.layout == "nhwc",
+                capability=divmod(architecture, 10),
+                multiprocessors=device.multiprocessors,
+            )
+            support = kernel.supports(asked, device)
+            assert bool(support) == expected, (shape, groups, dtype, layout, support.reason)
+            answers.append(expected)
+    if name in STREAMED and architecture < 90:
+        assert not any(answers)
+    else:
+        assert answers.count(True) >= 10
+
+
+# ---- devices that are not here -------------------------------------------------------------------
+
+#: A problem that every kernel of ours serves on an H200.
+COMMON = norm_alone((16, 64, 32, 32), 8, torch.float32)
+
+
+def of_pass(name, forward):
+    saving = dataclasses.replace(forward, save=True)
+    return backward_problem(saving) if "backward" in name else forward
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_streaming_needs_compute_capability_9_0(name, architecture):
+    support = kernel_named(name).supports(of_pass(name, COMMON), KNOWN[architecture])
+    assert bool(support) == (architecture == 90)
+    if not support:
+        assert "compute capability" in support.reason
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "groupnorm_backward_two_pass"])
+def test_no_kernel_serves_below_8_0(name):
+    kernel, asked = kernel_named(name), of_pass(name, COMMON)
+    for architecture, device in KNOWN.items():
+        support = kernel.supports(asked, device)
+        if architecture < 80:
+            assert "needs compute capability 8.0" in support.reason
+        elif name not in STREAMED:
+            assert support
+
+
+# ---- the backward pass ---------------------------------------------------------------------------
+
+
+def chosen(asked, architecture=90):
+    return [candidate.kernel.name for _, candidate in choose(asked, KNOWN[architecture]).chosen]
+
+
+def test_gradients_are_streamed_where_the_tensor_is_large():
+    small, large = (of_pass("backward", norm_alone(s, 8, torch.float32)) for s in (
+        (2, 64, 16, 16), (112, 64, 512, 512),
+    ))  # fmt: skip
+    assert chosen(small) == ["groupnorm_backward_two_pass"]
+    assert chosen(large) == ["groupnorm_backward_streamed"]
+    assert chosen(large, 80) == ["groupnorm_backward_two_pass"]
+
+
+def test_gradients_of_weight_and_bias_alone_are_not_streamed():
+    affine = group_norm_stage(8)
+    large = norm_alone((112, 64, 512, 512), 8, torch.float32, norm=affine, save=True)
+    wanted = backward_problem(large, "norm_weight", "norm_bias")
+    assert chosen(wanted) == ["groupnorm_backward_two_pass"]
+    support = kernel_named("groupnorm_backward_streamed").supports(wanted, KNOWN[90])
+    assert "the input's gradient, which is not asked for" in support.reason
+
+
+def test_gradients_in_another_dtype_are_torchs():
+    """As behind autocast, whose output may be wider than the input."""
+    asked = norm_alone((16, 64, 64, 64), 8, torch.float16, output_dtype=torch.float32, save=True)
+    wanted = backward_problem(asked)
+    assert chosen(wanted) == ["torch_epilogue_backward"]
+    support = kernel_named("groupnorm_backward_two_pass").supports(wanted, KNOWN[90])
+    assert support.reason.startswith("the output's gradient is torch.float32")
+
+
+def test_a_convolutions_backward_pass_mixes_providers():
+    conv = geometry_of(torch.empty(64, 64, 3, 3, device="meta"))
+    asked = backward_problem(
+        norm_alone((16, 64, 64, 64), 8, torch.float32, conv=conv, save=True, bias=True)
+    )
+    epilogue, convolution = chosen(asked)
+    assert epilogue.startswith("groupnorm_backward_")
+    assert convolution == "torch_convolution_backward"

@@ -9,20 +9,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from problems import geometry_of, problem
+from problems import backward_problem, geometry_of, group_norm_stage, problem
 
 import fusedconv
-from fusedconv import NormGeometry, Problem
-from fusedconv.benchmark import DTYPES
+from fusedconv import ForwardProblem
+from fusedconv.benchmark import DTYPES, LAYOUTS
+from fusedconv.device import KNOWN
+from fusedconv.kernels.cuda.program import NotBuiltForward
+from fusedconv.problem import Problem
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.skipif(
     not fusedconv.build["cuda"], reason="fusedconv was built without CUDA"
 )
 
-#: Compute capability times ten, and multiprocessors: an A100 and an H100.
-DEVICES = {80: 108, 90: 132}
-#: Of the device for which a provider is written.
+#: Compute capability, times ten, of the device for which a provider is written.
 ARCHITECTURES = {"cutlass_sm80": 80, "cutlass_sm90": 90, "groupnorm_cuda": 90}
 CHANNELS = ((16, 16), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
 #: (batch, spatial extents, kernel size).
@@ -42,72 +43,58 @@ SIZES = (
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
 
-def on_device(architecture: int, precision: str, layout: str, **fields: object) -> Problem:
+def asked_for(precision: str, layout: str, groups: int, **fields: object) -> ForwardProblem:
     dtype = DTYPES[precision]
+    norm = group_norm_stage(groups, affine_dtype=dtype)
     return problem(
-        device="cuda",
-        architecture=architecture,
-        multiprocessors=DEVICES[architecture],
-        dtype=dtype,
-        output_dtype=dtype,
-        precision=precision,
-        layout=layout,
-        **fields,
+        dtype=dtype, output_dtype=dtype, precision=precision, layout=layout, norm=norm, **fields
     )
 
 
-def convolutions(architecture: int) -> Iterator[Problem]:
+def convolutions() -> Iterator[Problem]:
     for precision, layout, (channels, out), (batch, spatial, kernel) in itertools.product(
-        DTYPES, ("nchw", "nhwc"), CHANNELS, SIZES
+        DTYPES, LAYOUTS, CHANNELS, SIZES
     ):
-        axes = len(spatial)
-        weight = torch.empty(channels, out, *(kernel,) * axes, device="meta")
-        yield on_device(
-            architecture,
+        weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
+        yield asked_for(
             precision,
             layout,
+            8,
             batch=batch,
             channels=channels,
             spatial=spatial,
-            conv=geometry_of(weight, bias=True),
-            norm=NormGeometry(8, 1e-5, True, True, DTYPES[precision]),
+            conv=geometry_of(weight),
         )
 
 
-def normalisations(architecture: int) -> Iterator[Problem]:
+def normalisations() -> Iterator[Problem]:
     for precision, layout, (batch, channels, spatial, groups) in itertools.product(
-        ("fp32", "fp16", "bf16"), ("nchw", "nhwc"), NORMS
+        ("fp32", "fp16", "bf16"), LAYOUTS, NORMS
     ):
-        yield on_device(
-            architecture,
-            precision,
-            layout,
-            batch=batch,
-            channels=channels,
-            spatial=spatial,
-            conv=None,
-            norm=NormGeometry(groups, 1e-5, True, True, DTYPES[precision]),
-        )
+        sizes = dict(batch=batch, channels=channels, spatial=spatial, conv=None)
+        yield asked_for(precision, layout, groups, **sizes)
+        yield backward_problem(asked_for(precision, layout, groups, save=True, **sizes))
 
 
 @functools.cache
 def chosen(provider: str) -> set[str]:
     """The kernels of a provider that some problem chooses among them."""
-    architecture = ARCHITECTURES[provider]
-    problems = (normalisations if provider == "groupnorm_cuda" else convolutions)(architecture)
-    own = [kernel for kernel in registry().kernels() if kernel.provider == provider]
+    device = KNOWN[ARCHITECTURES[provider]]
     names = set()
-    for each in problems:
-        costs = [(kernel.cost(each), kernel.name) for kernel in own if kernel.supports(each)]
-        if costs:
-            names.add(min(costs, key=lambda pair: pair[0])[1])
+    for each in normalisations() if provider == "groupnorm_cuda" else convolutions():
+        for candidate in registry().candidates(each, device):
+            if candidate.support and candidate.kernel.provider == provider:
+                names.add(candidate.kernel.name)
+                break
     return names
 
 
 def kernels() -> list[str]:
-    if not fusedconv.build["cuda"]:
-        return []
-    return [f"{k.provider}:{k.name}" for k in registry().kernels() if k.provider in ARCHITECTURES]
+    return [
+        f"{k.provider}:{k.name}"
+        for k in registry().kernels()
+        if k.provider in ARCHITECTURES and not isinstance(k, NotBuiltForward)
+    ]
 
 
 @pytest.mark.parametrize("kernel", kernels())
@@ -119,7 +106,7 @@ def test_some_problem_chooses_the_kernel(kernel):
 def test_the_rate_of_a_row_is_its_own():
     rows = [k.row for k in registry().kernels() if k.provider == "cutlass_sm80"]
     assert rows
-    assert all(row.teraflops > 0 for row in rows)
+    assert all(row.efficiency > 0 for row in rows)
     # Of rows that differ in their tile's depth or their stages alone, only one could be chosen.
     shapes = [(row.math, row.dimensions, row.tile[:2]) for row in rows]
     assert len(set(shapes)) == len(shapes)

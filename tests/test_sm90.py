@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -11,20 +12,38 @@ import torch
 
 import fusedconv
 from fusedconv import _C
+from fusedconv.device import KNOWN
 
+HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
 pytestmark = pytest.mark.skipif(
-    not fusedconv.build["cuda"], reason="fusedconv was built without CUDA"
+    not HAS_ROWS, reason="fusedconv was built without kernels for compute capability 9.0"
 )
 
-TF32, TF32X3, F16, BF16 = 0, 2, 3, 4
-TURNS, CHANNELS, POSITIONS = range(3)
+H200 = KNOWN[90]
+LAYOUTS = list(_C.Layout)
 
 
-def rows() -> list[dict]:
-    return _C.sm90_rows() if fusedconv.build["cuda"] else []
+def rows() -> list:
+    return _C.sm90.rows() if HAS_ROWS else []
 
 
-def plan(row: dict, channels, out, spatial, kernel, padding=0, dilation=1, layout=0, aligned=True):
+def row_of(math: str, sharing: str):
+    (row,) = (r for r in rows() if (r.math.name, r.sharing.name) == (math, sharing))
+    return row
+
+
+def config(
+    row,
+    channels,
+    out,
+    spatial,
+    kernel,
+    padding=0,
+    dilation=1,
+    layout=_C.Layout.nchw,
+    aligned=True,
+    device=H200,
+):
     axes = len(spatial)
 
     def three(values, filler):
@@ -32,34 +51,38 @@ def plan(row: dict, channels, out, spatial, kernel, padding=0, dilation=1, layou
 
     kernel = [kernel] * axes if isinstance(kernel, int) else list(kernel)
     reach = [dilation * (k - 1) for k in kernel]
-    return _C.Sm90Plan(
-        row=row["index"],
-        c=channels,
-        k=out,
-        input_extent=three(spatial, 1),
-        output_extent=three((n + r - 2 * padding for n, r in zip(spatial, reach, strict=True)), 1),
-        taps=three(kernel, 1),
-        lower_padding=three((r - padding for r in reach), 0),
-        dilation=three([dilation] * axes, 1),
+    return _C.sm90.Config(
+        row,
+        problem=_C.ConvProblem(
+            c=channels,
+            k=out,
+            input=three(spatial, 1),
+            output=three((n + r - 2 * padding for n, r in zip(spatial, reach, strict=True)), 1),
+            taps=three(kernel, 1),
+            lower_padding=three((r - padding for r in reach), 0),
+            dilation=three([dilation] * axes, 1),
+        ),
         layout=layout,
         aligned=aligned,
-        multiprocessors=132,
+        device=device.compiled,
     )
 
 
-def test_rows_are_named_and_numbered():
-    names = [row["name"] for row in rows()]
+def test_rows_are_named_by_math_tile_and_sharing():
+    names = [row.name for row in rows()]
     assert len(set(names)) == len(names) == 11
-    assert [row["index"] for row in rows()] == list(range(len(names)))
-    assert {row["math"] for row in rows()} == {TF32, TF32X3, F16, BF16}
+    for row in rows():
+        m, n, _ = row.tile
+        assert row.name == f"sm90_conv_{row.math.name}_{m}x{n}_{row.sharing.name}"
+    assert {row.math.name for row in rows()} == {"tf32", "tf32x3", "f16", "bf16"}
     # The filter of strict fp32 is twice as large: it has no row that keeps it in shared memory.
-    assert TF32X3 not in {row["math"] for row in rows() if row["sharing"] == TURNS}
+    assert "tf32x3" not in {r.math.name for r in rows() if r.sharing.name == "ping_pong"}
 
 
-def stored_pixels(p: _C.Sm90Plan, tiles: int, tile: int, output: tuple[int, int, int]):
+def stored_pixels(p, tiles: int, tile: int, output: tuple[int, int, int]) -> torch.Tensor:
     """The output pixels that a sample's tiles store, in the order in which they store them.
 
-    A tile is ``tile`` neighbouring positions of a strip's line. Position i lies in column
+    A tile is ``tile`` neighbouring positions of a strip's raster. Position i lies in column
     i % pitch_w of row i // pitch_w, and pitch_h rows make a slice; what a pitch leaves beside the
     strip's columns and the output's rows is not stored.
     """
@@ -75,25 +98,25 @@ def stored_pixels(p: _C.Sm90Plan, tiles: int, tile: int, output: tuple[int, int,
     return torch.cat(stored)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
-@pytest.mark.parametrize("layout", [0, 1])
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_tiles_cover_every_output_once(row, layout):
-    generator = random.Random(row["name"])
-    tile = row["tile"][1]
+    generator = random.Random(row.name)
+    tile = row.tile[1]
     served = several_strips = linear = 0
     for _ in range(90):
         axes = generator.choice((2, 3))
         kernel = generator.randint(1, 5)
         dilation = generator.randint(1, 2)
-        # Without padding lines can be the output plane itself; wide planes are cut into strips.
+        # Without padding the raster can be the output plane; wide planes are cut into strips.
         padding = generator.choice((0, generator.randint(0, dilation * (kernel - 1))))
         least = max(1, 2 * padding - dilation * (kernel - 1) + 1)
         spatial = [generator.randint(least, least + 300 // axes**2) for _ in range(axes)]
         spatial[-1] += generator.choice((0, 200 // axes))
         out = generator.randint(1, 64)
-        p = plan(row, 24, out, spatial, kernel, padding, dilation, layout)
-        if p.obstacle:
-            assert row["sharing"] == TURNS  # 125 taps of 24 channels need not fit
+        p = config(row, 24, out, spatial, kernel, padding, dilation, layout)
+        if not p.support:
+            assert row.sharing.name == "ping_pong"  # 125 taps of 24 channels need not fit
             continue
         output = [n + dilation * (kernel - 1) - 2 * padding for n in spatial]
         pixels = math.prod(output)
@@ -106,7 +129,7 @@ def test_tiles_cover_every_output_once(row, layout):
         assert times.shape == (pixels,)
         assert (times == 1).all(), (spatial, kernel, padding, dilation)
         # The kernel takes eight positions as parts of one row or of two neighbouring ones, and a
-        # linear plan's positions for pixels.
+        # linear raster's positions for pixels.
         assert p.pitch_w >= 8
         if p.linear:
             assert p.positions == pixels
@@ -122,54 +145,129 @@ def test_tiles_cover_every_output_once(row, layout):
     assert linear >= 5
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row["name"])
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_scratch_is_about_the_output(row):
     for channels, out, spatial, kernel in (
         (64, 64, (256, 256), 3),
         (64, 128, (32, 32, 32), 3),
         (128, 64, (100, 60), 3),
     ):
-        p = plan(row, channels, out, spatial, kernel)
-        if p.obstacle:
+        p = config(row, channels, out, spatial, kernel)
+        if not p.support:
             continue
-        size = 2 if row["math"] in (F16, BF16) else 4
+        size = 2 if row.math.name in ("f16", "bf16") else 4
         output = out * math.prod(n + kernel - 1 for n in spatial) * size
         # Whole tiles, and twelve bytes of moments for each 128 or 256 positions of a channel.
-        assert output <= p.scratch_bytes_per_sample <= 1.15 * output
+        scratch = p.output_bytes_per_sample + p.partial_bytes_per_sample
+        assert output <= scratch <= 1.15 * output
 
 
 def test_a_plain_transposed_convolution_wastes_no_positions():
     """Padded by k - 1, the pitch is the output's width: only a plane's last tile is short."""
-    row = next(r for r in rows() if r["math"] == BF16 and r["sharing"] == CHANNELS)
-    p = plan(row, 64, 128, (32, 32, 32), 3)
+    p = config(row_of("bf16", "cooperative_m"), 64, 128, (32, 32, 32), 3)
     assert p.strips == 1
     assert p.tiles == math.ceil(34**3 / 256)
 
 
 def test_wide_planes_are_cut_into_strips():
-    row = next(r for r in rows() if r["math"] == TF32 and r["sharing"] == TURNS)
-    p = plan(row, 64, 64, (256, 256), 3)
+    p = config(row_of("tf32", "ping_pong"), 64, 64, (256, 256), 3)
     assert p.strips > 1
     # 768 positions of three whole rows would be staged for 256 outputs.
-    assert p.stage_rows < 600
+    assert p.staged_positions < 600
 
 
-def test_tensor_copies_need_lines_of_whole_16_bytes():
-    row = next(r for r in rows() if r["math"] == TF32 and r["sharing"] == POSITIONS)
-    assert plan(row, 24, 24, (20, 40), 3).tensor_copies
-    assert not plan(row, 24, 24, (20, 41), 3).tensor_copies
-    assert not plan(row, 24, 24, (20, 40), 3, aligned=False).tensor_copies
-    assert plan(row, 24, 24, (20, 41), 3, layout=1).tensor_copies
-    assert not plan(row, 25, 24, (20, 40), 3, layout=1).tensor_copies
+def test_tma_needs_rows_of_whole_16_bytes():
+    row = row_of("tf32", "cooperative_n")
+    nhwc = _C.Layout.nhwc
+    assert config(row, 24, 24, (20, 40), 3).tma
+    assert not config(row, 24, 24, (20, 41), 3).tma
+    assert not config(row, 24, 24, (20, 40), 3, aligned=False).tma
+    assert config(row, 24, 24, (20, 41), 3, layout=nhwc).tma
+    assert not config(row, 25, 24, (20, 40), 3, layout=nhwc).tma
 
 
-def test_obstacles_name_the_reason():
-    row = next(r for r in rows() if r["math"] == TF32 and r["sharing"] == TURNS)
-    assert "64 output channels, not 65" in plan(row, 8, 65, (20, 40), 3).obstacle
-    assert "shared memory" in plan(row, 512, 64, (20, 40), 3).obstacle
+def test_refusals_name_the_reason():
+    row = row_of("tf32", "ping_pong")
+    assert "64 output channels, not 65" in config(row, 8, 65, (20, 40), 3).support.reason
+    assert "shared memory" in config(row, 512, 64, (20, 40), 3).support.reason
 
 
-def test_rows_of_other_sharings_serve_what_turns_cannot():
-    for math_code, sharing in itertools.product((TF32, F16, BF16), (CHANNELS, POSITIONS)):
-        row = next(r for r in rows() if r["math"] == math_code and r["sharing"] == sharing)
-        assert not plan(row, 512, 200, (20, 40), 3).obstacle
+def test_rows_of_other_sharings_serve_what_ping_pong_cannot():
+    for math_name, sharing in itertools.product(
+        ("tf32", "f16", "bf16"), ("cooperative_m", "cooperative_n")
+    ):
+        assert config(row_of(math_name, sharing), 512, 200, (20, 40), 3).support
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_rows_run_on_compute_capability_9_0_alone(architecture, row):
+    support = config(row, 24, 24, (20, 40), 3, device=KNOWN[architecture]).support
+    assert bool(support) == (architecture == 90)
+    if not support:
+        assert support.reason == (
+            "runs on compute capability 9.0, the device has "
+            f"{architecture // 10}.{architecture % 10}"
+        )
+
+
+def test_shared_memory_is_the_devices():
+    """A filter that the H200 keeps in shared memory, on a device that has half as much."""
+    half = dataclasses.replace(H200, shared_bytes=H200.shared_bytes // 2)
+    row = row_of("bf16", "ping_pong")
+    whole = config(row, 64, 64, (256, 256), 3)
+    assert whole.support
+    assert 0 < whole.shared_bytes <= H200.shared_bytes
+    assert "shared memory" in config(row, 64, 64, (256, 256), 3, device=half).support.reason
+
+
+# ---- the benchmark's problems --------------------------------------------------------------------
+
+#: What is pinned of a schedule, and its values for the convolutions of systems 1 and 2 in either
+#: layout on an H200, by math and sharing: a change here is a change of speed.
+PINNED = (
+    "strips", "tiles", "positions", "strip_width", "pitch_w", "pitch_h", "linear",
+    "k_iterations", "staged_positions", "input_rows", "taps_per_stage", "k_blocks_per_stage",
+    "tma",
+)  # fmt: skip
+WIDE = (3, 267, 22702, 86, 88, 260, False)
+NARROW = (7, 567, 10318, 38, 40, 260, False)
+LINEAR = (39304, 34, 34, 34, True)
+SCHEDULES = {
+    "system1": {
+        ("tf32", "ping_pong"): (*WIDE, 8, 434, 6, 9, 1, True, 17703168),
+        ("tf32", "cooperative_m"): (*WIDE, 8, 434, 6, 9, 1, True, 17703168),
+        ("tf32", "cooperative_n"): (3, 135, *WIDE[2:], 8, 690, 9, 9, 1, True, 17902080),
+        ("tf32x3", "cooperative_m"): (*NARROW, 8, 210, 7, 9, 1, True, 19014912),
+        ("tf32x3", "cooperative_n"): (*WIDE, 8, 434, 6, 9, 1, True, 17908224),
+        ("f16", "ping_pong"): (*WIDE, 4, 434, 6, 9, 1, True, 8954112),
+        ("f16", "cooperative_m"): (*WIDE, 4, 434, 6, 9, 1, True, 8954112),
+        ("f16", "cooperative_n"): (3, 135, *WIDE[2:], 4, 690, 9, 9, 1, True, 9054720),
+    },
+    "system2": {
+        ("tf32", "cooperative_m"): (1, 154, *LINEAR, 24, 326, 11, 9, 1, True, 20421632),
+        ("tf32", "cooperative_n"): (1, 154, *LINEAR, 24, 582, 19, 9, 1, True, 20421632),
+        ("tf32x3", "cooperative_m"): (1, 308, *LINEAR, 24, 198, 7, 9, 1, True, 20658176),
+        ("tf32x3", "cooperative_n"): (1, 308, *LINEAR, 24, 326, 11, 9, 1, True, 20658176),
+        ("f16", "cooperative_m"): (1, 154, *LINEAR, 12, 326, 11, 9, 1, True, 10329088),
+        ("f16", "cooperative_n"): (1, 154, *LINEAR, 12, 582, 19, 9, 1, True, 10329088),
+    },
+}
+#: (channels, output channels, spatial extents, kernel size).
+CONVOLUTIONS = {"system1": (64, 64, (256, 256), 3), "system2": (64, 128, (32, 32, 32), 3)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("system", SCHEDULES)
+def test_schedules_of_the_systems(system, layout):
+    expected = dict(SCHEDULES[system])
+    for (math_name, sharing), values in SCHEDULES[system].items():
+        if math_name == "f16":
+            expected["bf16", sharing] = values
+    found = {}
+    for row in rows():
+        p = config(row, *CONVOLUTIONS[system], layout=layout)
+        if p.support:
+            scratch = p.output_bytes_per_sample + p.partial_bytes_per_sample
+            found[row.math.name, row.sharing.name] = (*(getattr(p, n) for n in PINNED), scratch)
+    assert found == expected

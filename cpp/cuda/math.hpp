@@ -11,28 +11,6 @@
 
 namespace fusedconv::device {
 
-// The branches are uniform over the grid: the activation is one argument of the launch.
-__device__ __forceinline__ float activate(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kIdentity: return x;
-    // Comparing instead of fmaxf keeps NaN, as torch does.
-    case Activation::kRelu: return x < 0.0f ? 0.0f : x;
-    case Activation::kGelu: return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440f));
-    case Activation::kGeluTanh: {
-      float const inner = 0.79788456080286535588f * fmaf(0.044715f * x * x, x, x);
-      return 0.5f * x * (1.0f + tanhf(inner));
-    }
-    case Activation::kSilu: return x / (1.0f + expf(-x));
-  }
-  return x;
-}
-
-// The same behind a call. Kernels that hold many values in registers use it, or each of their
-// unrolled loops would hold every activation once per value.
-static __device__ __noinline__ float activate_by_call(Activation activation, float x) {
-  return activate(activation, x);
-}
-
 template <class T>
 __device__ __forceinline__ float to_float(T value) {
   return static_cast<float>(value);
@@ -111,8 +89,8 @@ struct Pack {
     for (int i = 0; i < kWords; ++i) result.words[i] = reinterpret_cast<Word const*>(source)[i];
     return result;
   }
-  // Makes the compiler convert the values anew after this point. Else a kernel that goes over its packs
-  // more than once keeps 16-bit values as floats, in twice the registers.
+  // Makes the compiler convert the values anew after this point. Else a kernel that goes over its
+  // packs more than once keeps 16-bit values as floats, in twice the registers.
   __device__ __forceinline__ void forget() {
     if constexpr (sizeof(T) == 2 && kBytes >= 4) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Helpers of the kernels that turn layouts: the shared tile, vector widths, run-time dispatch.
+// Helpers of the kernels that transpose layouts: the shared tile, vector widths, run-time dispatch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,9 +15,9 @@ namespace fusedconv::device {
 
 inline constexpr int kTileThreads = 256;
 
-// kChannels rows of kPixels elements, seen as 4-byte words of one or two neighbouring pixels. Runs of
-// 512 bytes along pixels keep DRAM pages open; one word more than a row has lets accesses through
-// columns touch each bank at most twice.
+// kChannels rows of kPixels elements, seen as 4-byte words of one or two neighbouring pixels. Runs
+// of 512 bytes along pixels keep DRAM pages open; one word more than a row has lets accesses
+// through columns touch each bank at most twice.
 template <class T>
 struct TransposeTile {
   static constexpr int kChannels = 64;

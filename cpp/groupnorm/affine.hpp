@@ -1,4 +1,5 @@
-// What every normalising kernel does to one value: activation, affine map of its channel, activation.
+// What every normalising kernel does to one value: activation, affine map of its channel,
+// activation.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,16 @@ struct Affine {
   Activation activation_after;
 };
 
-// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so that
-// a large mean costs no precision; its low part is in the shift.
+// A channel's weight and bias, those of the identity where they are absent.
+__device__ __forceinline__ float weight_of(Affine const& affine, int channel) {
+  return affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f;
+}
+__device__ __forceinline__ float bias_of(Affine const& affine, int channel) {
+  return affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f;
+}
+
+// y = (x - mean) * scale + shift of one channel of one sample. The mean is subtracted first, so
+// that a large mean costs no precision; its low part is in the shift.
 struct ChannelAffine {
   float mean = 0.0f;
   float scale = 1.0f;
@@ -46,9 +55,7 @@ struct ChannelAffine {
 
   __device__ __forceinline__ static ChannelAffine of(Affine const& affine, Statistics const& group,
                                                      int channel) {
-    return of(group,
-              affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
-              affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f);
+    return of(group, weight_of(affine, channel), bias_of(affine, channel));
   }
 
   __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
@@ -65,6 +72,19 @@ __device__ __forceinline__ float normalized(float x, ChannelAffine const& channe
   x = before<kActivate>(affine.activation_before, x);
   x = fmaf(x - channel.mean, channel.scale, channel.shift);
   return before<kActivate>(affine.activation_after, x);
+}
+
+// Of values of one channel.
+template <class U, bool kActivate, class T, int kVector>
+__device__ __forceinline__ device::Pack<U, kVector> normalized_pack(
+    device::Pack<T, kVector> const& pack, ChannelAffine const& channel, Affine const& affine) {
+  device::Pack<U, kVector> result;
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    result.values[v] = device::from_float<U>(
+        normalized<kActivate>(device::to_float(pack.values[v]), channel, affine));
+  }
+  return result;
 }
 
 inline Affine affine_of(GroupNormProblem const& p, void const* weight, void const* bias,

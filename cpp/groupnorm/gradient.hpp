@@ -1,83 +1,40 @@
-// What every gradient kernel does to one value and to partial sums.
+// Gradients of activation, GroupNorm, activation: the sums that the gradient of a whole group
+// needs, then the gradient of each element.
+//
+// With a = before(x), xhat = (a - mean) rstd, g = grad_output after'(xhat weight + bias) and means
+// over the group: grad_a = rstd (weight g - mean(weight g) - xhat mean(weight g xhat)), grad_weight
+// = sum(g xhat), grad_bias = sum(g). In two passes over the input and the gradient:
+//   1. gradient_sums(): each block's share of its channels' sums of g and g xhat.
+//   2. merge_gradient_sums(): a channel's partial sums add up in a fixed order, and a group's
+//      channels, weighted, to the group's terms.
+//   3. affine_gradients(): a channel's sums over all samples.
+//   4. input_gradient(): each element's gradient, from its group's terms.
 #pragma once
+
+#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "cuda/math.hpp"
-#include "groupnorm/affine.hpp"
-#include "groupnorm/backward.hpp"
+#include "fusedconv/groupnorm.hpp"
+#include "fusedconv/support.hpp"
 
 namespace fusedconv::groupnorm {
 
-// The derivative of an activation; behind a call for the reason that activate_by_call has.
-static __device__ __noinline__ float slope_by_call(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kIdentity: return 1.0f;
-    case Activation::kRelu: return x <= 0.0f ? 0.0f : 1.0f;
-    case Activation::kGelu: {
-      float const density = 0.39894228040143267794f * expf(-0.5f * x * x);
-      return fmaf(x, density, 0.5f * (1.0f + erff(x * 0.70710678118654752440f)));
-    }
-    case Activation::kGeluTanh: {
-      constexpr float kScale = 0.79788456080286535588f;
-      float const t = tanhf(kScale * fmaf(0.044715f * x * x, x, x));
-      return 0.5f * (1.0f + t) +
-             0.5f * x * (1.0f - t * t) * kScale * fmaf(3.0f * 0.044715f * x, x, 1.0f);
-    }
-    case Activation::kSilu: {
-      float const logistic = 1.0f / (1.0f + expf(-x));
-      return logistic * fmaf(x, 1.0f - logistic, 1.0f);
-    }
-  }
-  return 1.0f;
-}
-
-// With the forward pass's statistics as it saved them, [batch, groups] each.
-struct GradientAffine : Affine {
-  float const* mean;
-  float const* rstd;
+// input, grad_output and grad_input are dense in the problem's layout and dtype; mean and rstd are
+// the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
+// activation.
+struct GradientTensors {
+  void const* input = nullptr;
+  void const* grad_output = nullptr;
+  float const* mean = nullptr;
+  float const* rstd = nullptr;
+  void const* weight = nullptr;
+  void const* bias = nullptr;
+  void* grad_input = nullptr;
 };
 
-inline GradientAffine gradient_affine_of(GroupNormProblem const& p,
-                                         GradientTensors const& tensors) {
-  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd};
-}
-
-// One channel of one sample.
-struct Channel {
-  float mean;
-  float rstd;
-  float weight;
-  float bias;
-
-  __device__ __forceinline__ static Channel of(GradientAffine const& affine, int64_t sample,
-                                               int channel) {
-    int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
-    return {affine.mean[group], affine.rstd[group],
-            affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
-            affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f};
-  }
-};
-
-// xhat, and the gradient that reaches the affine map's output.
-struct Point {
-  float normalized;
-  float gradient;
-};
-
-template <bool kActivate>
-__device__ __forceinline__ Point point_of(float x, float grad, Channel const& channel,
-                                          Affine const& affine) {
-  float const a = before<kActivate>(affine.activation_before, x);
-  Point point{(a - channel.mean) * channel.rstd, grad};
-  if constexpr (kActivate) {
-    if (affine.activation_after != Activation::kIdentity) {
-      point.gradient *= slope_by_call(affine.activation_after,
-                                      fmaf(point.normalized, channel.weight, channel.bias));
-    }
-  }
-  return point;
-}
+// sum(g) and sum(g xhat).
+using GradientSum = float2;
 
 // mean(weight g) and mean(weight g xhat) of a group.
 struct GroupTerms {
@@ -85,27 +42,43 @@ struct GroupTerms {
   float projection;
 };
 
-template <bool kActivate>
-__device__ __forceinline__ float grad_input_of(float x, float grad, Channel const& channel,
-                                               GroupTerms const& terms, Affine const& affine) {
-  Point const point = point_of<kActivate>(x, grad, channel, affine);
-  float result = channel.rstd * (fmaf(channel.weight, point.gradient, -terms.gradient) -
-                                 point.normalized * terms.projection);
-  if constexpr (kActivate) {
-    if (affine.activation_before != Activation::kIdentity) {
-      result *= slope_by_call(affine.activation_before, x);
-    }
-  }
-  return result;
-}
+// What the steps leave for each other: partial sums, [sample, channel, partial] or, channels last,
+// [sample, partial, channel]; their totals, [sample, channel]; the terms, [sample, group].
+struct GradientBuffers {
+  Support support;
+  int partials = 0;  // of a channel of a sample
+  int64_t partial_bytes = 0;
+  int64_t sum_bytes = 0;
+  int64_t term_bytes = 0;
 
-__device__ __forceinline__ float2 warp_sum(float2 value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value.x += __shfl_down_sync(~0u, value.x, offset);
-    value.y += __shfl_down_sync(~0u, value.y, offset);
+  void set_sizes(GroupNormProblem const& p, int partials_per_channel) {
+    partials = partials_per_channel;
+    sum_bytes = p.batch * p.channels * int64_t(sizeof(GradientSum));
+    partial_bytes = sum_bytes * partials;
+    term_bytes = p.batch * p.groups * int64_t(sizeof(GroupTerms));
   }
-  return value;
-}
+};
+
+// Of two passes over the input and the gradient: sums, then the input's gradient.
+struct GradientConfig : GradientBuffers {};
+
+GradientConfig gradient_sums_config(GroupNormProblem const& problem);
+
+// Fills the partial sums.
+void gradient_sums(GroupNormProblem const& problem, GradientTensors const& tensors,
+                   GradientSum* partials, cudaStream_t stream);
+
+// Fills the totals and the terms.
+void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const& problem,
+                         void const* weight, GradientSum const* partials, GradientSum* sums,
+                         GroupTerms* terms, cudaStream_t stream);
+
+// Fills grad_weight and grad_bias, float32 [channels] each; either may be null.
+void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums, float* grad_weight,
+                      float* grad_bias, cudaStream_t stream);
+
+// Fills tensors.grad_input.
+void input_gradient(GroupNormProblem const& problem, GradientTensors const& tensors,
+                    GroupTerms const* terms, cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

@@ -19,8 +19,8 @@ __device__ __forceinline__ float2 fast_two_sum(float a, float b) {
   return {sum, b - (sum - a)};
 }
 
-// Moments of which the mean is counted from a reference that lies among the values: what the means of
-// parts of a group differ by one float holds, and a merge is a short chain of operations.
+// Moments of which the mean is counted from a reference that lies among the values: what the means
+// of parts of a group differ by one float holds, and a merge is a short chain of operations.
 struct RelativeMoments {
   float count = 0.0f;
   float offset = 0.0f;
@@ -129,8 +129,24 @@ __device__ __forceinline__ Moments shifted_moments(float count, float shift, flo
   return {count, mean.x, mean.y, fmaf(-sum, offset, squares)};
 }
 
-// 1 / sqrt(variance + eps). The instruction's two units of error would be in every element of the group;
-// a Newton step leaves less than one. Infinity and NaN stay as the instruction gives them.
+// Sums about a shift that is one of the values, so that a large mean costs no precision.
+struct ShiftedMoments {
+  float shift = 0.0f;
+  float sum = 0.0f;
+  float squares = 0.0f;
+
+  __device__ __forceinline__ void add(float value) {
+    float const deviation = value - shift;
+    sum += deviation;
+    squares = fmaf(deviation, deviation, squares);
+  }
+  __device__ __forceinline__ Moments moments(int count) const {
+    return count == 0 ? Moments{} : shifted_moments(float(count), shift, sum, squares);
+  }
+};
+
+// 1 / sqrt(variance + eps). The instruction's two units of error would be in every element of the
+// group; a Newton step leaves less than one. Infinity and NaN stay as the instruction gives them.
 __device__ __forceinline__ float reciprocal_deviation(Moments const& total, float eps) {
   float const value = total.m2 / total.count + eps;
   float const estimate = rsqrtf(value);
@@ -150,8 +166,8 @@ __device__ __forceinline__ void store(groupnorm::StatisticsTargets const& target
   if (targets.rstd != nullptr) targets.rstd[group] = statistics.rstd;
 }
 
-// Merges over each kLanes lanes of a warp in a fixed tree; the results are valid in the first lane of
-// each. The reference is the mean of the first lane that has values.
+// Merges over each kLanes lanes of a warp in a fixed tree; the results are valid in the first lane
+// of each. The reference is the mean of the first lane that has values.
 template <int kLanes = 32>
 __device__ __forceinline__ Moments merge_warp(Moments value) {
   constexpr unsigned kMask = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;

@@ -2,6 +2,7 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/launch.hpp"
 #include "groupnorm/resident.hpp"
 #include "groupnorm/resident_device.hpp"
 
@@ -14,7 +15,7 @@ using device::Pack;
 // A group's kThreads threads
 // 1. load it whole into registers: `columns` vectors of each pixel,
 // 2. take its moments, merged over the warp and then the block,
-// 3. turn the channels' weight and bias, in shared memory, into scale and shift,
+// 3. make scale and shift of the channels' weight and bias, in shared memory,
 // 4. normalise and store.
 template <class T, int kThreads, bool kActivate>
 __global__ void __launch_bounds__(resident_block(kThreads),
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;
   __shared__ device::RelativeMoments shared[kBlock / 32];
-  extern __shared__ float2 table[];  // [kGroups][channels_per_group]
+  extern __shared__ TableEntry table[];  // [kGroups][channels_per_group]
   unsigned const unit = blockIdx.x * kGroups + threadIdx.x / kThreads;
   int const thread = threadIdx.x % kThreads;
   // The last block may hold fewer groups; its threads without one still meet the barriers.
@@ -41,22 +42,20 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     return pixel * unsigned(affine.channels) + (index - pixel * columns) * kVector;
   };
 
-  Pack<T, kVector> packs[kGroupChunks];
+  Pack<T, kVector> packs[kThreadPacks];
 #pragma unroll
-  for (int k = 0; k < kGroupChunks; ++k) {
+  for (int k = 0; k < kThreadPacks; ++k) {
     if (k < count) packs[k] = Pack<T, kVector>::load(input + base + offset(thread + k * kThreads));
   }
-  float2* const channels = table + threadIdx.x / kThreads * affine.channels_per_group;
+  TableEntry* const channels = table + threadIdx.x / kThreads * affine.channels_per_group;
   for (int c = thread; active && c < affine.channels_per_group; c += kThreads) {
     int const channel = first_channel + c;
-    channels[c] = make_float2(
-        affine.weight ? device::load_as_float(affine.weight, channel, affine.dtype) : 1.0f,
-        affine.bias ? device::load_as_float(affine.bias, channel, affine.dtype) : 0.0f);
+    channels[c] = make_float2(weight_of(affine, channel), bias_of(affine, channel));
   }
   float const reference =
       active ? before<kActivate>(affine.activation_before, device::to_float(input[base])) : 0.0f;
   auto const total = device_resident::merge_group<kThreads>(
-      device_resident::moments_of_packs<T, kVector, kGroupChunks, kActivate>(
+      device_resident::moments_of_packs<T, kVector, kThreadPacks, kActivate>(
           packs, count, affine.activation_before)
           .about(reference),
       shared);
@@ -72,11 +71,11 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     __syncthreads();
   }
 #pragma unroll
-  for (int k = 0; k < kGroupChunks; ++k) {
+  for (int k = 0; k < kThreadPacks; ++k) {
     if (k < count) {
       packs[k].forget();
       unsigned const index = thread + k * kThreads;
-      float2 const* const entries = channels + index % columns * kVector;
+      TableEntry const* const entries = channels + index % columns * kVector;
       Pack<T, kVector> result;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
@@ -91,35 +90,22 @@ __global__ void __launch_bounds__(resident_block(kThreads),
 
 }  // namespace
 
-void normalize_resident_channels_last(ResidentPlan const& plan, Passes const& passes,
+void normalize_resident_channels_last(ResidentConfig const& config, GroupNormProblem const& p,
                                       GroupNormTensors const& tensors, cudaStream_t stream) {
-  GroupNormProblem const& p = passes.problem;
-  bool const activate =
-      p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
-  device::dispatch_type(p.dtype, [&](auto zero) {
+  int64_t const units = p.batch * p.groups;
+  dispatch_kernel(p, [&](auto zero, auto active) {
     using T = decltype(zero);
-    device::dispatch_bool(activate, [&](auto active) {
-      auto const launch = [&](auto threads) {
-        constexpr int kThreads = threads.value;
-        constexpr int kGroups = resident_block(kThreads) / kThreads;
-        dim3 const grid =
-            device::checked_grid("block_per_group_channels_last", ceil_div(plan.units, kGroups));
-        size_t const table = kGroups * p.channels_per_group() * sizeof(float2);
-        block_per_group_channels_last<T, kThreads, active.value>
-            <<<grid, resident_block(kThreads), table, stream>>>(
-                static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
-                affine_of(p, tensors.weight, tensors.bias, nullptr),
-                StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(plan.units),
-                unsigned(p.pixels), unsigned(p.channels_per_group() / plan.vector), float(p.eps));
-      };
-      switch (plan.threads) {
-        case 32: launch(std::integral_constant<int, 32>{}); break;
-        case 128: launch(std::integral_constant<int, 128>{}); break;
-        case 512: launch(std::integral_constant<int, 512>{}); break;
-        default:
-          throw InvalidArgument(
-              detail::join("block_per_group_channels_last: threads is ", plan.threads));
-      }
+    dispatch_group_threads(config, [&](auto threads) {
+      constexpr int kThreads = threads.value;
+      constexpr int kGroups = resident_block(kThreads) / kThreads;
+      dim3 const grid =
+          device::checked_grid("block_per_group_channels_last", ceil_div(units, kGroups));
+      block_per_group_channels_last<T, kThreads, active.value>
+          <<<grid, resident_block(kThreads), table_bytes(p, kThreads), stream>>>(
+              static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
+              affine_of(p, tensors.weight, tensors.bias, nullptr),
+              StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(units),
+              unsigned(p.pixels), unsigned(p.channels_per_group() / config.vector), float(p.eps));
     });
   });
   FUSEDCONV_CUDA("block_per_group_channels_last", cudaGetLastError());

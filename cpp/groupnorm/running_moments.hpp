@@ -7,7 +7,8 @@
 
 namespace fusedconv::groupnorm {
 
-// Of values of 16 bits, whose own spacing is hundreds of roundings of a float mean: one float holds it.
+// Of values of 16 bits, whose own spacing is hundreds of roundings of a float mean: one float holds
+// it.
 struct NarrowMoments : device::RelativeMoments {
   template <int kCount>
   __device__ __forceinline__ void add(float const (&values)[kCount]) {

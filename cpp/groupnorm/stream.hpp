@@ -1,56 +1,73 @@
 // Streaming: all multiprocessors together hold a few groups in shared memory, so that each element
-// is read from DRAM once. One block per multiprocessor; the tensor is a sequence of chunks, dealt to
-// the blocks in turn; a block's ring of slots holds its next chunks.
+// is read from DRAM once. One block per multiprocessor. The tensor is a sequence of units, a
+// sample's group each, and a unit one of tiles, which are dealt to the blocks in turn; a block's
+// next tiles lie in the stages of a ring. The roles of a block's warps:
+//   1. One thread loads the block's tiles into the ring.
+//   2. kWorkers threads take the block's share of each unit's statistics, and publish it.
+//   3. Merging warps wait for all blocks' shares of a unit, and merge them in the same order in
+//      every block.
+//   4. kWorkers threads read each tile once more, and replace it by its result.
+//   5. One thread stores the results, which frees their stages for the loads.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string>
 
+#include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
-#include "fusedconv/types.hpp"
+#include "fusedconv/support.hpp"
 
 namespace fusedconv::groupnorm {
 
-inline constexpr int kWorkers = 256;    // threads that share a chunk
-inline constexpr int kSlotVectors = 4;  // 16-byte vectors of a thread per slot
-inline constexpr int kSlotBytes = kWorkers * kSlotVectors * 16;
-inline constexpr int kMaxSlots = 13;
-inline constexpr int kUnitSlots = 16;  // units whose statistics a block may have to hold
-inline constexpr int kPolls = 5;       // blocks of which a merging lane reads the words
+inline constexpr int kWorkers = 256;     // threads that share a tile
+inline constexpr int kStageVectors = 4;  // 16-byte vectors of a thread per stage
+inline constexpr int kStageBytes = kWorkers * kStageVectors * 16;
+inline constexpr int kMaxStages = 13;
+inline constexpr int kUnitStages = 16;  // units whose statistics a block may have to hold
+inline constexpr int kPolls = 5;        // blocks of which a merging lane reads the words
 inline constexpr int kMaxBlocks = 32 * kPolls;
 inline constexpr int kMomentsWords = 2;  // that a block publishes of a unit: mean and low, m2
 inline constexpr int kSumsWords = 1;
 
-// Groups of a channels-first tensor, cut into chunks of one run of memory. A group is cut as one run,
-// or plane by plane, so that a chunk has one channel.
+using TableEntry = float2;  // a channel's weight and bias, behind the ring
+
+// What a kernel has in shared memory beside ring and table: barriers, units' statistics.
+inline constexpr int kStaticSharedBytes = 2 << 10;
+
+// Groups of a channels-first tensor, cut into tiles of one run of memory. A group is cut as one
+// run, or plane by plane, so that a tile has one channel.
 struct Stream {
   unsigned blocks;
-  int slots;
+  int stages;
   int copies;           // of each word, so that not all blocks poll the same lines
   unsigned units;       // groups of all samples
-  unsigned chunks;      // of a unit
-  unsigned step_units;  // from a block's chunk to its next one
-  unsigned step_chunks;
-  unsigned chunk_vectors;
+  unsigned tiles;       // of a unit
+  unsigned step_units;  // from a block's tile to its next one
+  unsigned step_tiles;
+  unsigned tile_vectors;
   unsigned run_vectors;
-  unsigned run_chunks;
+  unsigned run_tiles;
   unsigned plane_vectors;
-  unsigned pace;  // nanoseconds from one chunk's store to the next
+  unsigned pace;  // nanoseconds from one tile's store to the next
   int64_t unit_vectors;
 };
 
-struct StreamPlan {
-  std::string obstacle;  // why streaming does not serve the problem; empty where it does
+struct StreamedConfig {
+  Support support;
   Stream stream{};
   int64_t words = 0;  // 64-bit words of the blocks' partial results
   int shared_bytes = 0;
+
+  int64_t words_bytes() const { return words * int64_t(sizeof(uint64_t)); }
 };
 
-// tensors: 1 where a slot holds a chunk of the input; 2 where it holds the input's and the
-// gradient's, and a chunk has one channel. aligned: addresses are multiples of 16 bytes.
-// device must be current; -1 stands for a device that is not there.
-StreamPlan plan_stream(GroupNormProblem const& problem, int tensors, bool aligned, int device);
+// tensors: 1 where a stage holds a tile of the input; 2 where it holds the input's and the
+// gradient's, and a tile has one channel. aligned: addresses are multiples of 16 bytes.
+StreamedConfig stream_config(GroupNormProblem const& problem, int tensors, bool aligned,
+                             Device const& device);
+
+// Whether the kernels' code for this compute capability is compiled: PTX of an older one has none.
+bool streams_on(int architecture);
 
 }  // namespace fusedconv::groupnorm

@@ -1,97 +1,21 @@
-// The device side of streaming: barriers, bulk copies, words between blocks, the walk.
+// The device side of streaming: words between blocks, the walk over tiles, loads and stores.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/async.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
 #include "groupnorm/stream.hpp"
-
-// The kernels are empty for devices before compute capability 9.0; their helpers are unused there.
-#pragma nv_diag_suppress 177
 
 namespace fusedconv::groupnorm::device_stream {
 
 inline constexpr uint64_t kUnpublished = ~uint64_t(0);  // two NaNs that arithmetic does not produce
 
-__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
-  return uint32_t(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
-               : "memory");
-}
-
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile(
-      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
-      : "memory");
-}
-
-__device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
-  uint32_t const address = shared_address(barrier);
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
-// Bulk copies go past the load-store unit: when DRAM is the limit, they do not hold up the threads'
-// own accesses to shared memory, as copies by the threads would.
-__device__ __forceinline__ void bulk_load(uint32_t target, void const* source, uint32_t bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(target),
-      "l"(source), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-               "r"(source), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-__device__ __forceinline__ void prefetch(void const* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t result;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(result));
   return result;
-}
-
-// Until all but the latest kPending stores have read their shared memory.
-template <int kPending>
-__device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-
-// Makes the thread's writes to shared memory visible to bulk copies.
-__device__ __forceinline__ void fence_for_bulk() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Among the kWorkers threads of one role.
-__device__ __forceinline__ void sync_workers(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kWorkers) : "memory");
 }
 
 // A word holds two floats and is its own flag: nothing else needs to become visible with it.
@@ -151,56 +75,41 @@ struct Words {
   }
 };
 
-// A block's walk over its chunks.
-struct Cursor {
+// A block's walk over its tiles.
+struct Walk {
   unsigned unit;
-  unsigned chunk;
+  unsigned tile;
 
-  __device__ __forceinline__ explicit Cursor(Stream const& s)
-      : unit(blockIdx.x / s.chunks), chunk(blockIdx.x % s.chunks) {}
+  __device__ __forceinline__ explicit Walk(Stream const& s)
+      : unit(blockIdx.x / s.tiles), tile(blockIdx.x % s.tiles) {}
   __device__ __forceinline__ bool valid(Stream const& s) const { return unit < s.units; }
   __device__ __forceinline__ void advance(Stream const& s) {
     unit += s.step_units;
-    chunk += s.step_chunks;
-    if (chunk >= s.chunks) {
-      chunk -= s.chunks;
+    tile += s.step_tiles;
+    if (tile >= s.tiles) {
+      tile -= s.tiles;
       ++unit;
     }
   }
 };
 
-// A chunk's first vector, counted from the unit's, its size, and its run within the unit.
+// A tile's first vector, counted from the unit's, its size, and its run within the unit.
 struct Extent {
   unsigned first;
   unsigned vectors;
   unsigned run;
 
-  __device__ __forceinline__ static Extent of(Stream const& s, unsigned chunk) {
-    unsigned const run = chunk / s.run_chunks;
-    unsigned const begin = (chunk - run * s.run_chunks) * s.chunk_vectors;
-    return {run * s.run_vectors + begin, min(s.chunk_vectors, s.run_vectors - begin), run};
-  }
-};
-
-// A place in a ring, and the parity of its current use.
-struct Place {
-  int slot = 0;
-  unsigned parity = 0;
-
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+  __device__ __forceinline__ static Extent of(Stream const& s, unsigned tile) {
+    unsigned const run = tile / s.run_tiles;
+    unsigned const begin = (tile - run * s.run_tiles) * s.tile_vectors;
+    return {run * s.run_vectors + begin, min(s.tile_vectors, s.run_vectors - begin), run};
   }
 };
 
 // Blocks that hold a part of a unit, and this block's index among them.
-__device__ __forceinline__ int participants(Stream const& s) {
-  return int(min(s.chunks, s.blocks));
-}
-__device__ __forceinline__ int participant(Stream const& s, Cursor const& cursor) {
-  return int(s.chunks <= s.blocks ? cursor.chunk : blockIdx.x);
+__device__ __forceinline__ int participants(Stream const& s) { return int(min(s.tiles, s.blocks)); }
+__device__ __forceinline__ int participant(Stream const& s, Walk const& walk) {
+  return int(s.tiles <= s.blocks ? walk.tile : blockIdx.x);
 }
 
 // Where copy `copy` of a unit's words begins, kWords of each participant.
@@ -210,101 +119,123 @@ __device__ __forceinline__ int64_t first_word(Stream const& s, int copy, unsigne
 }
 
 struct Barriers {
-  uint64_t full[kMaxSlots];     // a slot's chunk has landed
-  uint64_t done[kMaxSlots];     // and its result replaced it
-  uint64_t free[kMaxSlots];     // and is stored
-  uint64_t taken[kUnitSlots];   // the block's share of a unit is published
-  uint64_t merged[kUnitSlots];  // all blocks' shares are known
+  uint64_t full[kMaxStages];     // a stage's tile has landed
+  uint64_t done[kMaxStages];     // and its result replaced it
+  uint64_t free[kMaxStages];     // and is stored
+  uint64_t taken[kUnitStages];   // the block's share of a unit is published
+  uint64_t merged[kUnitStages];  // all blocks' shares are known
 
-  // By the threads that wrote a slot's result. Who loads the slot anew waits for each of them, and not
-  // only for the store that waited for them: racecheck follows no longer chains.
-  __device__ __forceinline__ void finish(int slot) {
-    fence_for_bulk();
-    arrive(&free[slot]);
+  // By the threads that wrote a stage's result. Who loads the stage anew waits for each of them,
+  // and not only for the store that waited for them: racecheck follows no longer chains.
+  __device__ __forceinline__ void finish(int stage) {
+    device::fence_async_proxy();
+    device::arrive(&free[stage]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&done[slot]);
+    if (threadIdx.x % 32 == 0) device::arrive(&done[stage]);
   }
 
   // By all threads, before the block's first barrier.
-  __device__ __forceinline__ void init(int slots) {
+  __device__ __forceinline__ void init(int stages) {
     int const i = int(threadIdx.x);
-    if (i < slots) {
-      init_barrier(&full[i], 1);
-      init_barrier(&done[i], kWorkers / 32);
-      init_barrier(&free[i], kWorkers + 1);
+    if (i < stages) {
+      device::init_barrier(&full[i], 1);
+      device::init_barrier(&done[i], kWorkers / 32);
+      device::init_barrier(&free[i], kWorkers + 1);
     }
-    if (i < kUnitSlots) {
-      init_barrier(&taken[i], 1);
-      init_barrier(&merged[i], 1);
+    if (i < kUnitStages) {
+      device::init_barrier(&taken[i], 1);
+      device::init_barrier(&merged[i], 1);
     }
-    fence_for_bulk();
+    device::fence_async_proxy();
   }
 };
 
-// Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate, and
-// chunks of the oldest unit, which everything waits for, come after younger ones.
-inline constexpr int kLoadsAhead = 6;  // chunks under way to shared memory
-inline constexpr int kL2Ahead = 1;     // chunks under way to L2, beyond the ring
+// Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate,
+// and tiles of the oldest unit, which everything waits for, come after younger ones.
+inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
+inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
 
-// One thread loads chunks: kTensors pieces side by side in a slot.
+// One thread loads tiles: kTensors tensors' shares side by side in a stage.
 template <int kTensors>
-__device__ __forceinline__ void load_chunks(uint4 const* const (&inputs)[kTensors], Stream const& s,
-                                            Barriers& barriers, unsigned char* ring) {
-  uint32_t const base = shared_address(ring);
-  Place place;
-  Place landed;
+__device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
+                                           Barriers& barriers, unsigned char* ring) {
+  uint32_t const base = device::shared_address(ring);
+  device::RingCursor cursor;
+  device::RingCursor landed;
   int issued = 0;
-  Cursor far(s);
-  for (int i = 0; i < kL2Ahead; ++i) far.advance(s);
-  for (Cursor cursor(s); cursor.valid(s); cursor.advance(s), far.advance(s), ++issued) {
+  Walk far(s);
+  for (int i = 0; i < kTilesToL2; ++i) far.advance(s);
+  for (Walk walk(s); walk.valid(s); walk.advance(s), far.advance(s), ++issued) {
     if (far.valid(s)) {
-      Extent const extent = Extent::of(s, far.chunk);
+      Extent const extent = Extent::of(s, far.tile);
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        prefetch(inputs[t] + far.unit * s.unit_vectors + extent.first, extent.vectors * 16);
+        device::bulk_prefetch(inputs[t] + far.unit * s.unit_vectors + extent.first,
+                              extent.vectors * 16);
       }
     }
-    if (issued >= s.slots) wait(&barriers.free[place.slot], place.parity ^ 1);
-    if (issued >= kLoadsAhead) {
-      wait(&barriers.full[landed.slot], landed.parity);
-      landed.advance(s.slots);
+    if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);
+    if (issued >= kTilesToShared) {
+      device::wait(&barriers.full[landed.stage], landed.parity);
+      landed.advance(s.stages);
     }
-    Extent const extent = Extent::of(s, cursor.chunk);
-    expect_bytes(&barriers.full[place.slot], kTensors * extent.vectors * 16);
+    Extent const extent = Extent::of(s, walk.tile);
+    device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * extent.vectors * 16);
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {
-      bulk_load(base + place.slot * kSlotBytes + t * (kSlotBytes / kTensors),
-                inputs[t] + cursor.unit * s.unit_vectors + extent.first, extent.vectors * 16,
-                &barriers.full[place.slot]);
+      device::bulk_load(base + cursor.stage * kStageBytes + t * (kStageBytes / kTensors),
+                        inputs[t] + walk.unit * s.unit_vectors + extent.first, extent.vectors * 16,
+                        &barriers.full[cursor.stage]);
     }
-    place.advance(s.slots);
+    cursor.advance(s.stages);
   }
 }
 
-// One thread stores the slots' first pieces, no faster than DRAM takes them: stores in bursts delay the
-// loads that the next unit waits for.
-__device__ __forceinline__ void store_chunks(uint4* output, Stream const& s, Barriers& barriers,
-                                             unsigned char* ring) {
-  uint32_t const base = shared_address(ring);
-  Place place;
+// One thread stores the stages' first shares, no faster than DRAM takes them: stores in bursts
+// delay the loads that the next unit waits for.
+__device__ __forceinline__ void store_tiles(uint4* output, Stream const& s, Barriers& barriers,
+                                            unsigned char* ring) {
+  uint32_t const base = device::shared_address(ring);
+  device::RingCursor cursor;
   int previous = -1;
   uint64_t latest = 0;
-  for (Cursor cursor(s); cursor.valid(s); cursor.advance(s), place.advance(s.slots)) {
-    wait(&barriers.done[place.slot], place.parity);
+  for (Walk walk(s); walk.valid(s); walk.advance(s), cursor.advance(s.stages)) {
+    device::wait(&barriers.done[cursor.stage], cursor.parity);
     while (nanoseconds() - latest < s.pace) {
     }
     latest = nanoseconds();
-    Extent const extent = Extent::of(s, cursor.chunk);
-    bulk_store(output + cursor.unit * s.unit_vectors + extent.first, base + place.slot * kSlotBytes,
-               extent.vectors * 16);
-    // A slot is free once its store has read it.
+    Extent const extent = Extent::of(s, walk.tile);
+    device::bulk_store(output + walk.unit * s.unit_vectors + extent.first,
+                       base + cursor.stage * kStageBytes, extent.vectors * 16);
+    // A stage is free once its store has read it.
     if (previous >= 0) {
-      wait_stores_read<1>();
-      arrive(&barriers.free[previous]);
+      device::wait_stores_read<1>();
+      device::arrive(&barriers.free[previous]);
     }
-    previous = place.slot;
+    previous = cursor.stage;
   }
-  wait_stores_read<0>();
+  device::wait_stores_read<0>();
+}
+
+// Weights and biases of all channels, for the block's kThreads threads to share after a barrier.
+template <int kThreads>
+__device__ __forceinline__ TableEntry* fill_table(Affine const& affine, unsigned char* shared) {
+  auto* const table = reinterpret_cast<TableEntry*>(shared);
+  for (int c = threadIdx.x; c < affine.channels; c += kThreads) {
+    table[c] = make_float2(weight_of(affine, c), bias_of(affine, c));
+  }
+  return table;
+}
+
+// Cooperative, so that every block is resident: they wait for each other.
+template <class... Parameters>
+void launch(char const* name, void (*kernel)(Parameters...), int threads,
+            StreamedConfig const& config, void** arguments, cudaStream_t stream) {
+  FUSEDCONV_CUDA(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            config.shared_bytes));
+  FUSEDCONV_CUDA(name,
+                 cudaLaunchCooperativeKernel(kernel, dim3(config.stream.blocks), dim3(threads),
+                                             arguments, config.shared_bytes, stream));
 }
 
 }  // namespace fusedconv::groupnorm::device_stream

@@ -19,7 +19,7 @@ __device__ __forceinline__ T rounded(T value) {
 }
 
 // 1. A block reads kChannels runs of kPixels pixels, kVector at a time.
-// 2. The tile turns in shared memory.
+// 2. The tile is transposed in shared memory.
 // 3. The block writes rows of channels, 16 bytes at a time.
 template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
@@ -111,10 +111,11 @@ __global__ void pad_channels(T const* __restrict__ input, T* __restrict__ output
 }
 
 template <class T, bool kRound>
-__global__ void pack_filter_kernel(PackFilter problem, T const* __restrict__ weight,
+__global__ void pack_filter_kernel(PackedFilterProblem problem, T const* __restrict__ weight,
                                    T const* __restrict__ bias, T* __restrict__ filter,
                                    T* __restrict__ packed_bias) {
-  int64_t const taps = problem.t * problem.r * problem.s;
+  conv::FilterSource const& source = problem.source;
+  int64_t const taps = source.t * source.r * source.s;
   int64_t const total = problem.padded_k * taps * problem.padded_c;
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
   int64_t const first = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -123,25 +124,25 @@ __global__ void pack_filter_kernel(PackFilter problem, T const* __restrict__ wei
     int64_t const tap = i / problem.padded_c % taps;
     int64_t const k = i / (problem.padded_c * taps);
     T value = T(0.0f);
-    if (c < problem.c && k < problem.k) {
-      int64_t const s = problem.s - 1 - tap % problem.s;
-      int64_t const r = problem.r - 1 - tap / problem.s % problem.r;
-      int64_t const t = problem.t - 1 - tap / (problem.s * problem.r);
+    if (c < source.c && k < source.k) {
+      int64_t const s = source.s - 1 - tap % source.s;
+      int64_t const r = source.r - 1 - tap / source.s % source.r;
+      int64_t const t = source.t - 1 - tap / (source.s * source.r);
       value = rounded<T, kRound>(
-          weight[c * problem.stride_c + k * problem.stride_k + t * problem.stride_t +
-                 r * problem.stride_r + s * problem.stride_s]);
+          weight[c * source.stride_c + k * source.stride_k + t * source.stride_t +
+                 r * source.stride_r + s * source.stride_s]);
     }
     filter[i] = value;
   }
   if (bias != nullptr) {
     for (int64_t k = first; k < problem.padded_k; k += stride) {
-      packed_bias[k] = k < problem.k ? bias[k] : T(0.0f);
+      packed_bias[k] = k < source.k ? bias[k] : T(0.0f);
     }
   }
 }
 
 template <class T, bool kRound>
-void launch_to_channels_last(ToChannelsLast const& p, void const* input, void* output,
+void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, void* output,
                              cudaStream_t stream) {
   auto const* source = static_cast<T const*>(input);
   auto* target = static_cast<T*>(output);
@@ -165,9 +166,9 @@ void launch_to_channels_last(ToChannelsLast const& p, void const* input, void* o
 }
 
 template <class T, bool kRound>
-void launch_pack_filter(PackFilter const& p, void const* weight, void const* bias, void* filter,
-                        void* packed_bias, cudaStream_t stream) {
-  int64_t const total = p.padded_k * p.t * p.r * p.s * p.padded_c;
+void launch_pack_filter(PackedFilterProblem const& p, void const* weight, void const* bias,
+                        void* filter, void* packed_bias, cudaStream_t stream) {
+  int64_t const total = p.padded_k * p.source.t * p.source.r * p.source.s * p.padded_c;
   int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 4096));
   pack_filter_kernel<T, kRound>
       <<<blocks, 256, 0, stream>>>(p, static_cast<T const*>(weight), static_cast<T const*>(bias),
@@ -177,11 +178,10 @@ void launch_pack_filter(PackFilter const& p, void const* weight, void const* bia
 
 }  // namespace
 
-void to_channels_last(ToChannelsLast const& p, void const* input, void* output,
+void to_channels_last(ChannelsLastProblem const& p, void const* input, void* output,
                       cudaStream_t stream) {
-  FUSEDCONV_CHECK(p.padded_channels * size_of(p.dtype) % 16 == 0,
-                  "to_channels_last: padded_channels is ", p.padded_channels,
-                  ", not a multiple of 16 bytes");
+  FUSEDCONV_CHECK(p.padded_channels * size_of(p.dtype) % 16 == 0, "padded_channels: got ",
+                  p.padded_channels, " of ", name_of(p.dtype));
   if (p.batch == 0 || p.pixels == 0) return;
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -192,7 +192,7 @@ void to_channels_last(ToChannelsLast const& p, void const* input, void* output,
   });
 }
 
-void pack_filter(PackFilter const& p, void const* weight, void const* bias, void* filter,
+void pack_filter(PackedFilterProblem const& p, void const* weight, void const* bias, void* filter,
                  void* packed_bias, cudaStream_t stream) {
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -1,17 +1,18 @@
-// Steps that only move data: activations to channels-last, filters to the packed form.
+// Passes that only move data: activations to channels-last, filters to the packed form.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "conv/problem.hpp"
 #include "fusedconv/types.hpp"
 
 namespace fusedconv::layout {
 
 // [batch, channels, pixels] (or [batch, pixels, channels]) to [batch, pixels, padded_channels]. The
 // padding is written as zeros. round_tf32 rounds float32 to nearest TF32 on the way.
-struct ToChannelsLast {
+struct ChannelsLastProblem {
   int64_t batch = 0;
   int64_t channels = 0;
   int64_t padded_channels = 0;
@@ -20,20 +21,19 @@ struct ToChannelsLast {
   DType dtype = DType::kFloat32;
   bool round_tf32 = false;
 };
-void to_channels_last(ToChannelsLast const& problem, void const* input, void* output,
+void to_channels_last(ChannelsLastProblem const& problem, void const* input, void* output,
                       cudaStream_t stream);
 
-// A transposed convolution's weight [C, K, T, R, S], of any strides (in elements), to the filter
-// [padded_k, T, R, S, padded_c] of the forward convolution it lowers to: taps reversed, channel axes
-// swapped, padding zero. The bias [K], if any, is copied to [padded_k] with zeros behind.
-struct PackFilter {
-  int64_t c = 0, k = 0, t = 1, r = 1, s = 1;
+// A transposed convolution's weight to the filter [padded_k, T, R, S, padded_c] of the forward
+// convolution it lowers to: taps reversed, channel axes swapped, padding zero. The bias [K], if
+// any, is copied to [padded_k] with zeros behind.
+struct PackedFilterProblem {
+  conv::FilterSource source;
   int64_t padded_c = 0, padded_k = 0;
-  int64_t stride_c = 0, stride_k = 0, stride_t = 0, stride_r = 0, stride_s = 0;
   DType dtype = DType::kFloat32;
   bool round_tf32 = false;
 };
-void pack_filter(PackFilter const& problem, void const* weight, void const* bias, void* filter,
-                 void* packed_bias, cudaStream_t stream);
+void pack_filter(PackedFilterProblem const& problem, void const* weight, void const* bias,
+                 void* filter, void* packed_bias, cudaStream_t stream);
 
 }  // namespace fusedconv::layout

@@ -17,6 +17,7 @@ from fusedconv.modules import (
     ConvTransposeActNorm3d,
     GroupNorm,
 )
+from fusedconv.norms import Norm
 from fusedconv.plan import (
     BackwardKernel,
     BackwardPlan,
@@ -33,7 +34,6 @@ from fusedconv.problem import (
     Bias,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     Residual,
 )
 from fusedconv.recording import Composition

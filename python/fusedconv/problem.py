@@ -11,15 +11,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
 from fusedconv.layout import Layout, result_layout
+from fusedconv.norms import KINDS, Norm
 from fusedconv.precision import Precision, dtype_name
 from fusedconv.support import Support
-
-NormKind = Literal["group", "instance", "layer", "affine"]
 
 #: Where functions and modules put their activation: in front of the normalisation or behind it.
 ORDERS = ("act_norm", "norm_act")
@@ -54,32 +52,6 @@ class Activation:
 
     def __str__(self) -> str:
         return self.name if self.parameter is None else f"{self.name}({self.parameter:g})"
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A normalisation with weight and bias per channel, where they are given.
-
-    ``kind`` "group" has statistics per sample and group of channels, "instance" per sample and
-    channel, "layer" per sample and pixel over all channels; "affine" has none: weight and bias are
-    those of a BatchNorm with its running statistics folded into them. ``num_groups`` is that of
-    "group", 0 elsewhere. ``affine_dtype`` is None where neither weight nor bias is given.
-    """
-
-    kind: NormKind
-    num_groups: int
-    eps: float
-    weight: bool
-    bias: bool
-    affine_dtype: torch.dtype | None
-
-    def groups(self, channels: int) -> int:
-        """Statistics of a sample: groups of "group", channels of "instance"; 0 where they are per
-        pixel or there are none."""
-        return {"group": self.num_groups, "instance": channels}.get(self.kind, 0)
-
-    def __str__(self) -> str:
-        return f"group_norm {self.num_groups}" if self.kind == "group" else f"{self.kind}_norm"
 
 
 Stage = Bias | Residual | Activation | Norm
@@ -118,7 +90,7 @@ def act_norm_act(stages: Epilogue) -> ActNormAct | Support:
             return Support.no(f"no fused kernel has the activation {activation}")
     norms = [stage for stage in rest if isinstance(stage, Norm)]
     for norm in norms:
-        if norm.kind not in ("group", "instance"):
+        if KINDS[norm.kind].groups(norm, 1) == 0:
             return Support.no(f"no fused kernel has the normalisation {norm}")
     for stage in rest:
         if not isinstance(stage, Activation | Norm):
@@ -307,7 +279,7 @@ class BackwardProblem:
 
     ``gradients`` are some of GRADIENTS, of what the forward pass has. ``grad_dtype`` and
     ``grad_layout`` are those of the output's gradient; ``aligned`` says that its address and those
-    of the saved tensors are multiples of 16 bytes.
+    of the saved tensors are multiples of 16 bytes, as far as they are dense.
 
     Its parts: "epilogue" goes from the output's gradient to that of the convolution's output (of
     the input, where there is no convolution), norm weight, norm bias and residual; "input",

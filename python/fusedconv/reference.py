@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,13 @@ from torch.nn import functional as F
 
 from fusedconv.activations import activate, activation_gradient
 from fusedconv.layout import dense
+from fusedconv.norms import (
+    Norm,
+    affine,
+    group_norm_with_statistics,
+    normalized,
+    statistics_dtype,
+)
 from fusedconv.plan import BackwardTensors, Gradients, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import (
@@ -22,7 +28,6 @@ from fusedconv.problem import (
     Bias,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     Residual,
     act_norm_act,
 )
@@ -68,11 +73,6 @@ def precision_scope(precision: str) -> Iterator[None]:
         yield
     finally:
         setter("cuda", "conv", setting)
-
-
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Of means and deviations, and of what is computed between roundings: float32 or wider."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -124,61 +124,11 @@ def _epilogue(
                     # torch's gradient for channels last on processors writes the input's gradient
                     # even where none is asked for, through a null pointer.
                     x = x.contiguous()
-                weight, shift = affine(x, norm_weight, norm_bias)
-                groups = stage.groups(problem.output_channels)
-                if problem.save and groups:
-                    x, mean, rstd = _group_norm_with_statistics(groups, stage.eps, x, weight, shift)
+                if problem.save and stage.groups(problem.output_channels):
+                    x, mean, rstd = group_norm_with_statistics(stage, x, norm_weight, norm_bias)
                 else:
-                    x = _normalized(stage, x, groups, weight, shift)
+                    x = normalized(stage, x, norm_weight, norm_bias)
     return x.to(problem.output_dtype), mean, rstd
-
-
-def _normalized(
-    norm: Norm, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    if groups:
-        # Not torch.nn.functional's, which refuses single values that a group may consist of.
-        return torch.group_norm(x, groups, weight, bias, norm.eps)
-    if norm.kind == "layer":
-        last = x.movedim(1, -1)
-        return F.layer_norm(last, last.shape[-1:], weight, bias, norm.eps).movedim(-1, 1)
-    per_channel = (1, x.shape[1], *(1,) * (x.dim() - 2))
-    wide = x.to(statistics_dtype(x))
-    if weight is not None:
-        wide = wide * weight.reshape(per_channel)
-    if bias is not None:
-        wide = wide + bias.reshape(per_channel)
-    return wide.to(x.dtype)
-
-
-def affine(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias as torch's GroupNorm of ``x`` takes them: of its dtype, or of float32 where
-    it has 16 bits; and no bias without a weight, which its gradient on processors refuses."""
-    given = weight if weight is not None else bias
-    if given is None:
-        return None, None
-    dtype = given.dtype
-    if dtype not in (x.dtype, torch.float32):
-        dtype = torch.promote_types(x.dtype, torch.float32)
-    if weight is None:
-        weight = given.new_ones(given.shape)
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _group_norm_with_statistics(
-    groups: int, eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, channels, *spatial = x.shape
-    # torch's operator takes them for contiguous, whatever their strides.
-    weight = None if weight is None else weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    output, mean, rstd = torch.ops.aten.native_group_norm(
-        x.contiguous(), weight, bias, batch, channels, math.prod(spatial), groups, eps
-    )
-    statistics = statistics_dtype(x)
-    return output, mean.to(statistics), rstd.to(statistics)
 
 
 # ---- backward ------------------------------------------------------------------------------------
@@ -314,7 +264,7 @@ def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) ->
     if not any(asked):
         return Gradients(bias=grad_bias)
     with precision_scope(problem.forward.precision):
-        grad_input, grad_weight, bias_sum = torch.ops.aten.convolution_backward(
+        found = torch.ops.aten.convolution_backward(
             grad.to(dtype),
             tensors.input,
             weight,
@@ -327,4 +277,8 @@ def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) ->
             conv.groups,
             asked,
         )
+    # Some of torch's backends give what was not asked for.
+    grad_input, grad_weight, bias_sum = (
+        gradient if wanted else None for gradient, wanted in zip(found, asked, strict=True)
+    )
     return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias if sums else bias_sum)

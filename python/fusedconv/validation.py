@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fusedconv.activations import ACTIVATIONS
 from fusedconv.arguments import choice, finite, integers
+from fusedconv.norms import Norm
 from fusedconv.precision import COMPILED_DTYPES
-from fusedconv.problem import ORDERS, ConvTransposeGeometry, Norm
+from fusedconv.problem import ORDERS, ConvTransposeGeometry
 
 #: What kernels or torch's operators serve.
 _DTYPES = (*COMPILED_DTYPES, torch.float64)

@@ -1,4 +1,4 @@
-// Errors: one exception type for misuse, one for a kernel that failed. Nothing prints, nothing exits.
+// Errors: one exception type for misuse, one for a kernel that failed. Nothing prints or exits.
 #pragma once
 
 #include <sstream>
@@ -29,13 +29,13 @@ std::string join(Parts const&... parts) {
 }  // namespace detail
 }  // namespace fusedconv
 
-// FUSEDCONV_CHECK(condition, "parts", of, "the message"): names what was wrong and where.
-#define FUSEDCONV_CHECK(condition, ...)                                            \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      throw ::fusedconv::InvalidArgument(                                          \
-          ::fusedconv::detail::join(__VA_ARGS__, " (expected ", #condition, ")")); \
-    }                                                                              \
+// FUSEDCONV_CHECK(condition, "name: got ", value): the condition's own text says what was expected.
+#define FUSEDCONV_CHECK(condition, ...)                                       \
+  do {                                                                        \
+    if (!(condition)) {                                                       \
+      throw ::fusedconv::InvalidArgument(                                     \
+          ::fusedconv::detail::join(__VA_ARGS__, ", expected ", #condition)); \
+    }                                                                         \
   } while (false)
 
 // FUSEDCONV_CUDA(kernel_name, call): throws when a CUDA status is not success.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fusedconv.device import Device
+from fusedconv.norms import KINDS, Norm
 from fusedconv.plan import (
     BackwardKernel,
     BackwardPlan,
@@ -24,7 +25,6 @@ from fusedconv.problem import (
     Bias,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     Residual,
 )
 from fusedconv.reference import (
@@ -58,69 +58,61 @@ class OperatorCost:
         )
 
 
-#: Fitted by ``benchmarks/cost_model.py`` to operators measured on 120 problems: by gradient or
-#: forward pass, strict fp32 or a precision of the tensor cores, two spatial axes or three.
-CONVOLUTION_COSTS: dict[tuple[str, bool, int], OperatorCost] = {
-    ("forward", False, 2): OperatorCost(3.7, 1.57, 5.75),
-    ("forward", False, 3): OperatorCost(5.3, 7.33, 4.29),
-    ("forward", True, 2): OperatorCost(4.1, 5.77, 10.9),
-    ("forward", True, 3): OperatorCost(5.2, 4.89, 43.4),
-    ("input", False, 2): OperatorCost(3.1, 2.70, 2.69),
-    ("input", False, 3): OperatorCost(4.5, 8.47, 0.41),
-    ("input", True, 2): OperatorCost(3.7, 7.91, 0.54),
-    ("input", True, 3): OperatorCost(5.6, 7.78, 0.0),
-    ("weight", False, 2): OperatorCost(3.6, 3.27, 5.40),
-    ("weight", False, 3): OperatorCost(4.0, 10.5, 3.88),
-    ("weight", True, 2): OperatorCost(4.4, 1.29, 22.5),
-    ("weight", True, 3): OperatorCost(3.9, 0.0, 163.0),
-}
-#: Of one read of a tensor, by operator and layout; a normalisation of few groups has a second term,
-#: as each group is one block's.
-BIAS_COST = OperatorCost(1.3, 0.0, 4.0)
-ACTIVATION_COST = OperatorCost(0.45, 0.0, 1.95)
-NORM_COSTS = {"nchw": OperatorCost(1.5, 0.0, 4.53), "nhwc": OperatorCost(2.0, 0.0, 16.0)}
-NORM_FEW_GROUPS = 4.5
-NORM_BACKWARD_COSTS = {"nchw": OperatorCost(2.3, 0.0, 8.8), "nhwc": OperatorCost(3.4, 0.0, 26.0)}
+@dataclass(frozen=True)
+class CostConstants:
+    """What torch's operators cost on a GPU, by operator."""
+
+    #: By "forward" or gradient, strict fp32 or a precision of the tensor cores, spatial axes (two
+    #: stand for one too).
+    convolution: dict[tuple[str, bool, int], OperatorCost]
+    #: Of one read of the output: the sum of its gradient, and an activation.
+    bias: OperatorCost
+    activation: OperatorCost
+    #: By layout, of one read of the output in float32: in 16 bits it takes as long.
+    norm: dict[str, OperatorCost]
+    norm_backward: dict[str, OperatorCost]
+    #: The same read for the statistics, where there are as many groups as multiprocessors: each
+    #: group is one block's, so that fewer take longer.
+    few_groups: float
+    #: What the caller's thread takes to prepare an operator's call, in launches.
+    call: float
 
 
-#: What the caller's thread takes to prepare an operator's call, in launches.
-CALL_LAUNCHES = 3
+#: Fitted by ``benchmarks/cost_model.py`` to operators measured on 120 problems, ``call`` apart.
+COSTS = CostConstants(
+    convolution={
+        ("forward", False, 2): OperatorCost(3.7, 1.57, 5.75),
+        ("forward", False, 3): OperatorCost(5.3, 7.33, 4.29),
+        ("forward", True, 2): OperatorCost(4.1, 5.77, 10.9),
+        ("forward", True, 3): OperatorCost(5.2, 4.89, 43.4),
+        ("input", False, 2): OperatorCost(3.1, 2.70, 2.69),
+        ("input", False, 3): OperatorCost(4.5, 8.47, 0.41),
+        ("input", True, 2): OperatorCost(3.7, 7.91, 0.54),
+        ("input", True, 3): OperatorCost(5.6, 7.78, 0.0),
+        ("weight", False, 2): OperatorCost(3.6, 3.27, 5.40),
+        ("weight", False, 3): OperatorCost(4.0, 10.5, 3.88),
+        ("weight", True, 2): OperatorCost(4.4, 1.29, 22.5),
+        ("weight", True, 3): OperatorCost(3.9, 0.0, 163.0),
+    },
+    bias=OperatorCost(1.3, 0.0, 4.0),
+    activation=OperatorCost(0.45, 0.0, 1.95),
+    norm={"nchw": OperatorCost(1.44, 0.0, 4.02), "nhwc": OperatorCost(2.09, 0.0, 13.2)},
+    norm_backward={"nchw": OperatorCost(2.3, 0.0, 8.8), "nhwc": OperatorCost(3.4, 0.0, 26.0)},
+    few_groups=3.49,
+    call=3.0,
+)
 
 
 def _processor_milliseconds(device: Device, flops: float, passes: float, num_bytes: float) -> float:
     return flops / device.fp32_flops * 1e3 + device.copy_milliseconds(passes * num_bytes)
 
 
-def _convolution_milliseconds(what: str, problem: ForwardProblem, device: Device) -> float:
+def _convolution_milliseconds(
+    what: str, problem: ForwardProblem, device: Device, costs: CostConstants
+) -> float:
     key = (what, problem.precision in ("fp32", "fp64"), max(2, len(problem.spatial)))
-    size = problem.dtype.itemsize
-    moved = (problem.input_elements + problem.output_elements) * size
-    return CONVOLUTION_COSTS[key].milliseconds(device, problem.precision, problem.conv_flops, moved)
-
-
-def _forward_milliseconds(problem: ForwardProblem, device: Device) -> float:
-    """What eager costs: the vendor's convolution and one operator a stage."""
-    if device.type != "cuda":
-        stages = len([stage for stage in problem.epilogue if not isinstance(stage, Bias)])
-        passes = 2.0 + stages + (problem.norm is not None)
-        return _processor_milliseconds(device, problem.conv_flops, passes, problem.minimal_bytes)
-    read = problem.output_elements * problem.dtype.itemsize
-    total = 0.0 if problem.conv is None else _convolution_milliseconds("forward", problem, device)
-    calls = len(problem.epilogue) - problem.bias + (problem.conv is not None)
-    total += CALL_LAUNCHES * calls * device.launch_milliseconds
-    for stage in problem.epilogue:
-        match stage:
-            case Activation():
-                total += ACTIVATION_COST.milliseconds(device, problem.precision, 0, read)
-            case Residual():
-                total += ACTIVATION_COST.milliseconds(device, problem.precision, 0, 1.5 * read)
-            case Norm():
-                cost = NORM_COSTS[problem.output_layout]
-                total += cost.milliseconds(device, problem.precision, 0, read)
-                blocks = problem.batch * max(1, stage.groups(problem.output_channels))
-                busy = min(1.0, blocks / max(1, device.multiprocessors))
-                total += NORM_FEW_GROUPS * device.copy_milliseconds(read) / max(busy, 1e-3)
-    return total
+    moved = (problem.input_elements + problem.output_elements) * problem.dtype.itemsize
+    return costs.convolution[key].milliseconds(device, problem.precision, problem.conv_flops, moved)
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -134,12 +126,8 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
     match stage:
         case Residual():
             return "torch add residual"
-        case Norm(kind="affine"):
-            return "torch affine map of channels"
-        case Norm(kind="layer"):
-            return "torch.layer_norm over channels"
         case Norm():
-            return "torch.group_norm"
+            return KINDS[stage.kind].operator
     return f"torch {stage.name}"
 
 
@@ -176,7 +164,36 @@ class TorchForward(ForwardKernel):
         return Support.yes()
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
-        return _forward_milliseconds(problem, device)
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """What eager costs, were the constants these: the vendor's convolution and one operator a
+        stage."""
+        if device.type != "cuda":
+            stages = len([stage for stage in problem.epilogue if not isinstance(stage, Bias)])
+            passes = 2.0 + stages + (problem.norm is not None)
+            return _processor_milliseconds(
+                device, problem.conv_flops, passes, problem.minimal_bytes
+            )
+        read = problem.output_elements * problem.dtype.itemsize
+        calls = len(problem.epilogue) - problem.bias + (problem.conv is not None)
+        total = costs.call * calls * device.launch_milliseconds
+        if problem.conv is not None:
+            total += _convolution_milliseconds("forward", problem, device, costs)
+        for stage in problem.epilogue:
+            match stage:
+                case Activation():
+                    total += costs.activation.milliseconds(device, problem.precision, 0, read)
+                case Residual():
+                    total += costs.activation.milliseconds(device, problem.precision, 0, 1.5 * read)
+                case Norm():
+                    cost = costs.norm[problem.output_layout]
+                    wide = 4 * problem.output_elements
+                    total += cost.milliseconds(device, problem.precision, 0, wide)
+                    blocks = problem.batch * max(1, stage.groups(problem.output_channels))
+                    share = device.multiprocessors / max(1, blocks)
+                    total += costs.few_groups * device.copy_milliseconds(wide) * share
+        return total
 
     def compile(self, problem: ForwardProblem, device: Device) -> TorchPlan:
         return TorchPlan(problem)
@@ -207,6 +224,10 @@ class TorchEpilogueBackward(BackwardKernel):
         return Support.yes()
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds, were the constants these."""
         forward = problem.forward
         read = forward.output_elements * forward.dtype.itemsize
         stages = [stage for stage in forward.epilogue if not isinstance(stage, Bias)]
@@ -215,11 +236,11 @@ class TorchEpilogueBackward(BackwardKernel):
             return _processor_milliseconds(device, 0.0, passes, read)
         # In 16 bits everything is widened first.
         wide = 2.0 if forward.dtype.itemsize == 2 else 1.0
-        total = CALL_LAUNCHES * len(stages) * device.launch_milliseconds
+        total = costs.call * len(stages) * device.launch_milliseconds
         for stage in stages:
-            cost = ACTIVATION_COST
+            cost = costs.activation
             if isinstance(stage, Norm):
-                cost = NORM_BACKWARD_COSTS[forward.output_layout]
+                cost = costs.norm_backward[forward.output_layout]
             # An activation is computed anew and differentiated: twice what it takes forward.
             times = 1.0 if isinstance(stage, Norm) else 2.0
             total += cost.milliseconds(device, forward.precision, 0, times * wide * read)
@@ -254,8 +275,12 @@ class TorchConvolutionBackward(BackwardKernel):
         return Support.yes()
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds, were the constants these."""
         forward = problem.forward
-        call = CALL_LAUNCHES * device.launch_milliseconds
+        call = costs.call * device.launch_milliseconds
         if device.type != "cuda":
             passes = float(len(problem.gradients))
             return call + _processor_milliseconds(
@@ -264,10 +289,10 @@ class TorchConvolutionBackward(BackwardKernel):
         total = call
         for gradient in ("input", "weight"):
             if gradient in problem.gradients:
-                total += _convolution_milliseconds(gradient, forward, device)
+                total += _convolution_milliseconds(gradient, forward, device, costs)
         if "bias" in problem.gradients:
             size = forward.dtype.itemsize * math.prod(forward.output_shape)
-            total += BIAS_COST.milliseconds(device, forward.precision, 0, size)
+            total += costs.bias.milliseconds(device, forward.precision, 0, size)
         return total
 
     def compile(self, problem: BackwardProblem, device: Device) -> TorchConvolutionPlan:

@@ -14,11 +14,12 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
 from fusedconv.layout import dense, result_layout_of
+from fusedconv.norms import statistics_dtype
 from fusedconv.plan import Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import ForwardProblem
 from fusedconv.recording import Call, Composition, record
-from fusedconv.reference import compose, statistics_dtype
+from fusedconv.reference import compose
 from fusedconv.selection import log_once
 
 #: Holds the registrations that torch.library has no function for.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedconv.layout import empty, result_layout_of
+from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     any_requires_grad,
     composed,
@@ -25,7 +26,6 @@ from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan
 from fusedconv.plan import BackwardTensors
 from fusedconv.precision import resolve_precision
 from fusedconv.recording import record
-from fusedconv.reference import statistics_dtype
 from fusedconv.selection import run, run_backward
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]

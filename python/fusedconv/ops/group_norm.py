@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedconv.layout import empty, result_layout_of
+from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     composed,
     differentiates_gradients,
@@ -23,7 +24,6 @@ from fusedconv.ops.common import (
 from fusedconv.ops.planning import NormCall, backward_plan, group_norm_plan
 from fusedconv.plan import BackwardTensors
 from fusedconv.recording import record
-from fusedconv.reference import statistics_dtype
 from fusedconv.selection import run, run_backward
 
 Outputs = tuple[Tensor, Tensor, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,13 +12,13 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.device import device_record
 from fusedconv.layout import layout_of
+from fusedconv.norms import Norm
 from fusedconv.plan import BackwardPlan, ForwardPlan, JoinedPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
     BackwardProblem,
     ConvTransposeGeometry,
     ForwardProblem,
-    Norm,
     epilogue,
 )
 from fusedconv.recording import record
@@ -266,7 +267,8 @@ def backward_plan(
     if isinstance(call, ConvCall) and call.precision is None:
         resolved = resolve_precision(call.input.dtype, call.input.device.type, None)
         call = call._replace(precision=resolved)
-    aligned = _is_aligned(grad) and _is_aligned(call.input if conv_output is None else conv_output)
+    saved = call.input if conv_output is None else conv_output
+    aligned = _is_aligned(grad), _is_aligned(saved)
     arguments = tuple(_hashable(value) for value in call)
     key = (
         grad.stride(),
@@ -280,11 +282,14 @@ def backward_plan(
     )
     plan: Any = cached(key)
     if plan is None or record.active:
+        grad_layout = layout_of(grad.shape, grad.stride())
+        # What is neither dense layout is copied to memory that is.
+        copied = grad_layout == "strided", layout_of(saved.shape, saved.stride()) == "strided"
         problem = BackwardProblem.of(
             call.problem(True),
             grad_dtype=grad.dtype,
-            grad_layout=layout_of(grad.shape, grad.stride()),
-            aligned=aligned,
+            grad_layout=grad_layout,
+            aligned=all(map(operator.or_, aligned, copied)),
             gradients=wanted,
         )
         device = device_record(call.input.device)

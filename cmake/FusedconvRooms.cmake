@@ -1,0 +1,49 @@
+# A room is an object library and the file that binds it. Libraries know nothing of Python, so
+# modules for several Python versions share their objects.
+
+# fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file> [ARCHITECTURES <architecture>...])
+# builds fusedconv_<name>, for all listed architectures unless given, and adds it to the module.
+function(fusedconv_add_room)
+  cmake_parse_arguments(PARSE_ARGV 0 room "" "NAME;BINDING" "SOURCES;ARCHITECTURES")
+  set(library fusedconv_${room_NAME})
+  add_library(${library} OBJECT ${room_SOURCES})
+  target_link_libraries(
+    ${library}
+    PUBLIC fusedconv_cuda_headers
+    PRIVATE fusedconv_common fusedconv_device_code)
+  set_target_properties(${library} PROPERTIES JOB_POOL_COMPILE fusedconv_nvcc)
+  if(room_ARCHITECTURES)
+    set_target_properties(${library} PROPERTIES CUDA_ARCHITECTURES "${room_ARCHITECTURES}")
+  endif()
+  target_sources(_C PRIVATE ${room_BINDING})
+  target_link_libraries(_C PRIVATE ${library})
+endfunction()
+
+# As fusedconv_add_room(), for the convolutions of one family of architectures. With ARCHITECTURES,
+# it is built for those of them that FUSEDCONV_CUDA_ARCHITECTURES lists, and not at all where it
+# lists none. The global property fusedconv_families names what is built, and the module's sources
+# see FUSEDCONV_WITH_<NAME>.
+function(fusedconv_add_family)
+  cmake_parse_arguments(PARSE_ARGV 0 family "" "NAME;BINDING" "SOURCES;ARCHITECTURES")
+  set(architectures "")
+  foreach(architecture IN LISTS family_ARCHITECTURES)
+    if(architecture IN_LIST FUSEDCONV_CUDA_ARCHITECTURES)
+      fusedconv_cuda_architecture(${architecture} code)
+      list(APPEND architectures ${code})
+    endif()
+  endforeach()
+  if(family_ARCHITECTURES AND NOT architectures)
+    message(STATUS "Family ${family_NAME} is not built: FUSEDCONV_CUDA_ARCHITECTURES "
+                   "(${FUSEDCONV_CUDA_ARCHITECTURES}) lists none of ${family_ARCHITECTURES}")
+    return()
+  endif()
+  fusedconv_add_room(
+    NAME ${family_NAME}
+    SOURCES ${family_SOURCES}
+    BINDING ${family_BINDING}
+    ARCHITECTURES ${architectures})
+  target_link_libraries(fusedconv_${family_NAME} PRIVATE Cutlass::Cutlass)
+  string(TOUPPER ${family_NAME} upper)
+  target_compile_definitions(_C PRIVATE FUSEDCONV_WITH_${upper}=1)
+  set_property(GLOBAL APPEND PROPERTY fusedconv_families ${family_NAME})
+endfunction()

@@ -1,0 +1,28 @@
+// The binding's rooms: each file binds the types and functions of one room of the library.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace fusedconv::binding {
+
+namespace py = pybind11;
+
+// Python hands over addresses of tensors; 0 stands for an absent one.
+template <class T>
+T* address(uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+void bind_types(py::module_& m);
+void bind_cpu(py::module_& m);
+#ifdef FUSEDCONV_WITH_CUDA
+void bind_program(py::module_& m);
+void bind_layout(py::module_& m);
+void bind_sm80(py::module_& m);
+void bind_sm90(py::module_& m);
+void bind_group_norm(py::module_& m);
+#endif
+
+}  // namespace fusedconv::binding

@@ -1,0 +1,45 @@
+// Steps that only move data.
+#include <memory>
+
+#include "binding/binding.hpp"
+#include "layout/steps.hpp"
+
+namespace fusedconv::binding {
+
+void bind_layout(py::module_& m) {
+  using namespace layout;
+  py::module_ room = m.def_submodule("layout", "Steps that only move data.");
+  py::class_<ToChannelsLast, Step, std::shared_ptr<ToChannelsLast>>(
+      room, "ToChannelsLast", "A tensor to channels-last rows, padded with zeros.")
+      .def(py::init([](int64_t channels, int64_t padded_channels, int64_t pixels, Layout source,
+                       DType dtype, bool round_tf32, Operand input, Operand output) {
+             return std::make_shared<ToChannelsLast>(
+                 ChannelsLastProblem{.channels = channels,
+                                     .padded_channels = padded_channels,
+                                     .pixels = pixels,
+                                     .source = source,
+                                     .dtype = dtype,
+                                     .round_tf32 = round_tf32},
+                 input, output);
+           }),
+           py::kw_only(), py::arg("channels"), py::arg("padded_channels"), py::arg("pixels"),
+           py::arg("source"), py::arg("dtype"), py::arg("round_tf32"), py::arg("input"),
+           py::arg("output"));
+  py::class_<PackFilter, Step, std::shared_ptr<PackFilter>>(
+      room, "PackFilter", "A weight to the filter [padded_k, T, R, S, padded_c], a bias with it.")
+      .def(py::init([](conv::FilterSource const& source, int64_t padded_c, int64_t padded_k,
+                       DType dtype, bool round_tf32, Operand weight, Operand bias, Operand filter,
+                       Operand packed_bias) {
+             return std::make_shared<PackFilter>(PackedFilterProblem{.source = source,
+                                                                     .padded_c = padded_c,
+                                                                     .padded_k = padded_k,
+                                                                     .dtype = dtype,
+                                                                     .round_tf32 = round_tf32},
+                                                 weight, bias, filter, packed_bias);
+           }),
+           py::kw_only(), py::arg("source"), py::arg("padded_c"), py::arg("padded_k"),
+           py::arg("dtype"), py::arg("round_tf32"), py::arg("weight"), py::arg("bias"),
+           py::arg("filter"), py::arg("packed_bias"));
+}
+
+}  // namespace fusedconv::binding

@@ -1,0 +1,83 @@
+// Programs and what steps share.
+#include "program/program.hpp"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "binding/binding.hpp"
+#include "fusedconv/check.hpp"
+#include "program/query_device.hpp"
+
+namespace fusedconv::binding {
+namespace {
+
+// The addresses in a list, without the allocation of pybind11's own conversion: this is every
+// call's path.
+class Addresses {
+ public:
+  explicit Addresses(py::list const& list) : count_(int(list.size())) {
+    FUSEDCONV_CHECK(count_ <= Program::kMaxSlots, "pointers: got ", count_);
+    for (int i = 0; i < count_; ++i) {
+      addresses_[i] = PyLong_AsSize_t(PyList_GET_ITEM(list.ptr(), i));
+      if (addresses_[i] == std::size_t(-1) && PyErr_Occurred()) throw py::error_already_set();
+    }
+  }
+  std::span<uintptr_t const> span() const { return {addresses_.data(), std::size_t(count_)}; }
+
+ private:
+  static_assert(sizeof(std::size_t) == sizeof(uintptr_t), "PyLong_AsSize_t reads addresses");
+  int count_;
+  std::array<uintptr_t, Program::kMaxSlots> addresses_;
+};
+
+using Add = void (Program::*)(std::shared_ptr<Step const>);
+
+template <Add kAdd>
+void add(Program& self, std::shared_ptr<Step> step) {
+  (self.*kAdd)(std::move(step));
+}
+
+}  // namespace
+
+void bind_program(py::module_& m) {
+  m.def("query_device", &query_device, py::arg("index"),
+        "What a CUDA device of this machine is. Raises KernelError where there is none.");
+  py::class_<Operand>(m, "Operand", "Where a step finds a tensor; made by a Program, else absent.")
+      .def(py::init<>())
+      .def_property_readonly("present", &Operand::present);
+  py::class_<Step, std::shared_ptr<Step>>(m, "Step", "One pass over memory.")
+      .def("describe", &Step::describe, "What the step does, in one line.");
+  py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")
+      .def(py::init<int, int64_t, int64_t>(), py::arg("device"), py::arg("batch"),
+           py::arg("batch_chunk"))
+      .def("tensor", &Program::tensor, py::arg("slot"), py::arg("bytes_per_sample"),
+           "A tensor that run() takes: pointers[slot].")
+      .def("scratch", &Program::scratch, py::arg("bytes_per_sample"), py::arg("bytes") = 0,
+           "A part of the workspace, for one batch chunk.")
+      .def("before", &add<&Program::before>, py::arg("step").none(false),
+           "Adds a step that runs once, ahead of the first batch chunk.")
+      .def("per_chunk", &add<&Program::per_chunk>, py::arg("step").none(false),
+           "Adds a step that runs for each batch chunk.")
+      .def("after", &add<&Program::after>, py::arg("step").none(false),
+           "Adds a step that runs once, behind the last batch chunk.")
+      .def_property_readonly("steps", &Program::steps, "Each step in one line, in order.")
+      .def_property_readonly("workspace_bytes", &Program::workspace_bytes)
+      .def_property_readonly("batch_chunk", &Program::batch_chunk)
+      .def(
+          "run",
+          [](Program const& self, py::list const& pointers, uintptr_t workspace, uintptr_t stream) {
+            self.run(Addresses(pointers).span(), workspace, stream);
+          },
+          py::arg("pointers"), py::arg("workspace"), py::arg("stream"),
+          "Launches every step on the stream. pointers: a list of addresses by slot, 0 where a "
+          "tensor is absent; workspace: workspace_bytes of them, aligned to 256. Does not "
+          "synchronise.");
+}
+
+}  // namespace fusedconv::binding

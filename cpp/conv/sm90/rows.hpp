@@ -1,0 +1,79 @@
+// The compiled kernels of the family, and how one of them serves a problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conv/problem.hpp"
+#include "conv/sm90/schedule.hpp"
+#include "fusedconv/activation.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/types.hpp"
+#include "groupnorm/statistics.hpp"
+
+namespace fusedconv::conv::sm90 {
+
+struct Arguments;
+
+// One compiled kernel.
+struct Row {
+  std::string name;
+  TileShape tile;
+  void (*launch)(Arguments const&, cudaStream_t);
+};
+
+// Every row, in a fixed order.
+std::vector<Row> const& rows();
+
+// Defined by the instance files.
+void append_tf32(std::vector<Row>& rows);
+void append_tf32x3(std::vector<Row>& rows);
+void append_f16(std::vector<Row>& rows);
+void append_bf16(std::vector<Row>& rows);
+
+// How a row serves a problem of any batch size on a device.
+struct Config {
+  Row const* row;  // of rows()
+  ConvProblem problem;
+  Layout layout;  // of the input
+  int multiprocessors;
+  Schedule schedule;
+
+  // aligned: the input's address is a multiple of 16 bytes.
+  Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned,
+         Device const& device);
+
+  TileShape const& tile() const { return row->tile; }
+  // Of a sample.
+  int tiles() const { return schedule.strips * schedule.tiles_n * schedule.tiles_m; }
+  int taps_per_stage() const {
+    return schedule.filter_rows_per_stage * problem.s * schedule.k_blocks_per_stage;
+  }
+  int64_t output_bytes_per_sample() const {
+    return int64_t(schedule.warpgroup_tiles) * schedule.block_n * round_up(problem.k, kBlockM) *
+           tile().element_bytes();
+  }
+  int64_t partial_bytes_per_sample() const {
+    return int64_t(schedule.warpgroup_tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
+  }
+};
+
+// One launch of a row's kernel.
+struct Arguments {
+  Config const& config;
+  int batch = 0;
+  Activation activation = Activation::kIdentity;
+  bool activates_output = true;  // else only the moments are of activated values
+  void const* input = nullptr;
+  void const* filter = nullptr;  // packed by pack_filter()
+  void const* bias = nullptr;    // [K] of the tensors' type, or null
+  // In the order of the kernel's accumulators, for finalize(): its stores are whole cache lines
+  // whatever the tensor's layout and row length.
+  void* output = nullptr;
+  groupnorm::Partial* partials = nullptr;  // [N, warpgroup_tiles, K]; or null
+};
+
+}  // namespace fusedconv::conv::sm90

@@ -1,0 +1,72 @@
+#include "conv/sm90/tma.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90 {
+namespace {
+
+// The driver's encoder, found through the runtime so that nothing links to the driver.
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static auto const encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    FUSEDCONV_CUDA("cuTensorMapEncodeTiled",
+                   cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                    cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+      throw KernelFailure("sm90 convolve: the driver does not have cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+CUtensorMapDataType data_type(Math math) {
+  switch (traits_of(math).dtype) {
+    case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kBFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::kFloat32: break;
+  }
+  // Copies of type TFLOAT32 round to nearest, ties to even, and make denormal numbers zero.
+  return math == Math::kTf32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
+
+}  // namespace
+
+CUtensorMap input_map(Arguments const& a) {
+  ConvProblem const& c = a.config.problem;
+  Schedule const& s = a.config.schedule;
+  TileShape const& tile = a.config.tile();
+  bool const first = a.config.layout == Layout::kChannelsFirst;
+  auto const channels = cuuint64_t(c.c), batch = cuuint64_t(a.batch);
+  auto const w = cuuint64_t(c.w), h = cuuint64_t(c.h), d = cuuint64_t(c.d);
+  auto const k_block = cuuint32_t(tile.k()), row = cuuint32_t(s.input_row_elements);
+  cuuint64_t const extents_first[5] = {w, h, d, channels, batch};
+  cuuint64_t const extents_last[5] = {channels, w, h, d, batch};
+  cuuint32_t const box_first[5] = {row, 1, 1, k_block, 1};
+  cuuint32_t const box_last[5] = {k_block, row, 1, 1, 1};
+  cuuint64_t const* const extents = first ? extents_first : extents_last;
+  cuuint64_t strides[4];
+  cuuint64_t stride = tile.element_bytes();
+  for (int i = 0; i < 4; ++i) {
+    stride *= extents[i];
+    strides[i] = stride;
+  }
+  cuuint32_t const steps[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  CUresult const status =
+      tensor_map_encoder()(&map, data_type(tile.math), 5, const_cast<void*>(a.input), extents,
+                           strides, first ? box_first : box_last, steps,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw KernelFailure(detail::join("sm90 convolve: cuTensorMapEncodeTiled failed with ",
+                                     int(status), " for N=", a.batch, " C=", c.c, " DHW=", c.d, "x",
+                                     c.h, "x", c.w, ", rows of ", s.input_row_elements));
+  }
+  return map;
+}
+
+}  // namespace fusedconv::conv::sm90

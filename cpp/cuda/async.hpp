@@ -1,0 +1,128 @@
+// What asynchronous kernels of compute capability 9.0 are made of: mbarriers, bulk copies between
+// global and shared memory, fences between the two kinds of access, named barriers, and a ring's
+// cursor. Pointers to barriers point to shared memory.
+#pragma once
+
+#include <cstdint>
+
+// Helpers that a kernel's unit does not use, or that are empty for older devices.
+#pragma nv_diag_suppress 177
+
+namespace fusedconv::device {
+
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers ----
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised barriers visible to what arrives at them from outside the thread.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives, and lets the phase end only after copies of so many bytes have landed.
+__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t const address = shared_address(barrier);
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  }
+}
+
+// ---- bulk copies ----
+
+// Addresses and sizes are multiples of 16 bytes. Bulk copies go past the load-store unit: when DRAM
+// is the limit, they do not hold up the threads' own accesses to shared memory, as copies by the
+// threads would.
+__device__ __forceinline__ void bulk_load(uint32_t target, void const* source, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// One group of wait_stores_read().
+__device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(source), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the thread's latest kPending stores have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void bulk_prefetch(void const* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// Orders the thread's accesses to shared memory before those of bulk copies and tensor cores that
+// follow.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- named barriers ----
+
+// Of `threads` threads of the block, whole warps, which meet at barrier `index`, 1 to 15.
+__device__ __forceinline__ void sync_threads(int index, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
+// Counts as one of those threads, without waiting for the others.
+__device__ __forceinline__ void arrive_threads(int index, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(index), "r"(threads) : "memory");
+}
+
+// ---- rings ----
+
+// A stage of a ring, and the parity of its current use.
+struct RingCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void skip(int count, int stages) {
+    for (int i = 0; i < count; ++i) advance(stages);
+  }
+};
+
+}  // namespace fusedconv::device

@@ -1,0 +1,153 @@
+#include "groupnorm/gradient_steps.hpp"
+
+#include "fusedconv/check.hpp"
+#include "groupnorm/describe.hpp"
+#include "groupnorm/support.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+std::vector<Operand> all_of(GradientOperands const& o, std::initializer_list<Operand> others) {
+  std::vector<Operand> result{o.input, o.grad_output, o.mean, o.rstd, o.weight, o.bias};
+  result.insert(result.end(), others);
+  return result;
+}
+
+GradientTensors tensors_of(RunContext const& context, GradientOperands const& o,
+                           Operand grad_input = {}) {
+  return {.input = context.at(o.input),
+          .grad_output = context.at(o.grad_output),
+          .mean = context.at<float>(o.mean),
+          .rstd = context.at<float>(o.rstd),
+          .weight = context.at(o.weight),
+          .bias = context.at(o.bias),
+          .grad_input = context.at(grad_input)};
+}
+
+// In the order in which the gradient passes through them.
+std::string passed_through(GroupNormProblem const& p) {
+  return join_parts(" + ", {step_name(p.activation_after), "norm", step_name(p.activation_before)});
+}
+
+void check_whole(char const* step, GroupNormProblem const& p, RunContext const& context) {
+  FUSEDCONV_CHECK(context.samples == p.batch, step, ": got a batch chunk of ", context.samples,
+                  " samples of ", p.batch);
+}
+
+}  // namespace
+
+GradientSums::GradientSums(GradientConfig const& config, GroupNormProblem const& problem,
+                           GradientOperands const& operands, Operand partials)
+    : problem_(problem), operands_(operands), partials_(partials) {
+  check_supported("GradientSums", config.support);
+}
+
+std::string GradientSums::describe() const {
+  return detail::join("sums of gradients (", name_of(problem_.input_layout), ")");
+}
+
+std::vector<Operand> GradientSums::operands() const { return all_of(operands_, {partials_}); }
+
+void GradientSums::run(RunContext const& context, void*) const {
+  check_whole("GradientSums", problem_, context);
+  gradient_sums(problem_, tensors_of(context, operands_), context.at<GradientSum>(partials_),
+                context.stream);
+}
+
+StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
+                                     GroupNormProblem const& problem,
+                                     GradientOperands const& operands, Operand grad_input,
+                                     Operand partials)
+    : config_(config),
+      problem_(problem),
+      operands_(operands),
+      grad_input_(grad_input),
+      partials_(partials) {
+  check_supported("StreamedGradients", config.support);
+}
+
+std::string StreamedGradients::describe() const {
+  return detail::join("gradient through ", passed_through(problem_), " in one pass (",
+                      place_of(config_.streamed), ")");
+}
+
+std::vector<Operand> StreamedGradients::operands() const {
+  return all_of(operands_, {grad_input_, partials_});
+}
+
+int64_t StreamedGradients::workspace_bytes(int64_t) const { return config_.streamed.words_bytes(); }
+
+void StreamedGradients::run(RunContext const& context, void* workspace) const {
+  check_whole("StreamedGradients", problem_, context);
+  streamed_gradients(config_, problem_, tensors_of(context, operands_, grad_input_),
+                     context.at<GradientSum>(partials_), workspace, context.stream);
+}
+
+MergeGradientSums::MergeGradientSums(GradientBuffers const& buffers,
+                                     GroupNormProblem const& problem, Operand weight,
+                                     Operand partials, Operand sums, Operand terms)
+    : buffers_(buffers),
+      problem_(problem),
+      weight_(weight),
+      partials_(partials),
+      sums_(sums),
+      terms_(terms) {
+  check_supported("MergeGradientSums", buffers.support);
+}
+
+std::string MergeGradientSums::describe() const { return "merge sums of gradients"; }
+
+std::vector<Operand> MergeGradientSums::operands() const {
+  return {weight_, partials_, sums_, terms_};
+}
+
+void MergeGradientSums::run(RunContext const& context, void*) const {
+  check_whole("MergeGradientSums", problem_, context);
+  merge_gradient_sums(buffers_, problem_, context.at(weight_), context.at<GradientSum>(partials_),
+                      context.at<GradientSum>(sums_), context.at<GroupTerms>(terms_),
+                      context.stream);
+}
+
+AffineGradients::AffineGradients(GroupNormProblem const& problem, Operand sums, Operand grad_weight,
+                                 Operand grad_bias)
+    : problem_(problem), sums_(sums), grad_weight_(grad_weight), grad_bias_(grad_bias) {
+  FUSEDCONV_CHECK(grad_weight.present() || grad_bias.present(),
+                  "AffineGradients: got neither grad_weight nor grad_bias");
+}
+
+std::string AffineGradients::describe() const {
+  if (!grad_bias_.present()) return "gradient of norm weight";
+  if (!grad_weight_.present()) return "gradient of norm bias";
+  return "gradients of norm weight and bias";
+}
+
+std::vector<Operand> AffineGradients::operands() const { return {sums_, grad_weight_, grad_bias_}; }
+
+void AffineGradients::run(RunContext const& context, void*) const {
+  check_whole("AffineGradients", problem_, context);
+  affine_gradients(problem_, context.at<GradientSum>(sums_), context.at<float>(grad_weight_),
+                   context.at<float>(grad_bias_), context.stream);
+}
+
+InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,
+                             GradientOperands const& operands, Operand terms, Operand grad_input)
+    : problem_(problem), operands_(operands), terms_(terms), grad_input_(grad_input) {
+  check_supported("InputGradient", config.support);
+}
+
+std::string InputGradient::describe() const {
+  return detail::join("gradient through ", passed_through(problem_), " (",
+                      name_of(problem_.input_layout), ")");
+}
+
+std::vector<Operand> InputGradient::operands() const {
+  return all_of(operands_, {terms_, grad_input_});
+}
+
+void InputGradient::run(RunContext const& context, void*) const {
+  check_whole("InputGradient", problem_, context);
+  input_gradient(problem_, tensors_of(context, operands_, grad_input_),
+                 context.at<GroupTerms>(terms_), context.stream);
+}
+
+}  // namespace fusedconv::groupnorm

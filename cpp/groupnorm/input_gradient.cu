@@ -1,0 +1,124 @@
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/gradient.hpp"
+#include "groupnorm/gradient_device.hpp"
+#include "groupnorm/launch.hpp"
+#include "groupnorm/partition.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Pack;
+
+// Channels first. Block (split, plane).
+template <class T, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
+                   GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
+                   int64_t split_size, int splits) {
+  int const plane = int(blockIdx.x / unsigned(splits));
+  int const sample = plane / affine.channels;
+  int const index = plane % affine.channels;
+  int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
+  int64_t const vectors = (min(split_size, pixels - begin)) / kVector;
+  auto const channel = Channel::of(affine, sample, index);
+  GroupTerms const group = terms[sample * affine.groups + index / affine.channels_per_group];
+  int64_t const base = int64_t(plane) * pixels + begin;
+  auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
+    Pack<T, kVector> result;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      result.values[v] = device::from_float<T>(grad_input_of<kActivate>(
+          device::to_float(px.values[v]), device::to_float(pg.values[v]), channel, group, affine));
+    }
+    result.store(output + base + i * kVector);
+  };
+  constexpr int kAhead = 2;
+  int64_t i = threadIdx.x;
+  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
+    Pack<T, kVector> px[kAhead];
+    Pack<T, kVector> pg[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      px[j] = Pack<T, kVector>::load(input + base + (i + j * kThreads) * kVector);
+      pg[j] = Pack<T, kVector>::load(grad + base + (i + j * kThreads) * kVector);
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) put(i + j * kThreads, px[j], pg[j]);
+  }
+  for (; i < vectors; i += kThreads) {
+    put(i, Pack<T, kVector>::load(input + base + i * kVector),
+        Pack<T, kVector>::load(grad + base + i * kVector));
+  }
+}
+
+// Channels last. Block (row block, slab) of a sample.
+template <class T, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
+                 GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
+                 int64_t block_rows, int row_blocks, RowMap map) {
+  int64_t const sample = blockIdx.x / row_blocks;
+  int64_t const row_block = blockIdx.x % row_blocks;
+  int const map_row = threadIdx.x / map.columns;
+  int const first = int(blockIdx.y * map.columns + threadIdx.x % map.columns) * kVector;
+  if (map_row >= map.rows || first >= affine.channels) return;
+  Channel channels[kVector];
+  GroupTerms groups[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    channels[v] = Channel::of(affine, sample, first + v);
+    groups[v] = terms[sample * affine.groups + (first + v) / affine.channels_per_group];
+  }
+  int64_t const end = min(pixels, (row_block + 1) * block_rows);
+  int64_t const base = sample * pixels * affine.channels + first;
+#pragma unroll 2
+  for (int64_t row = row_block * block_rows + map_row; row < end; row += map.rows) {
+    auto const px = Pack<T, kVector>::load(input + base + row * affine.channels);
+    auto const pg = Pack<T, kVector>::load(grad + base + row * affine.channels);
+    Pack<T, kVector> result;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      result.values[v] = device::from_float<T>(
+          grad_input_of<kActivate>(device::to_float(px.values[v]), device::to_float(pg.values[v]),
+                                   channels[v], groups[v], affine));
+    }
+    result.store(output + base + row * affine.channels);
+  }
+}
+
+template <class T, bool kActivate>
+void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerms const* terms,
+            cudaStream_t stream) {
+  auto const* x = static_cast<T const*>(tensors.input);
+  auto const* g = static_cast<T const*>(tensors.grad_output);
+  auto* output = static_cast<T*>(tensors.grad_input);
+  GradientAffine const affine = gradient_affine_of(p, tensors);
+  Split const split = split_gradients(p);
+  dispatch_gradient_vector<T>(p, tensors, [&](auto vector) {
+    constexpr int kVector = vector.value;
+    if (p.input_layout == Layout::kChannelsLast) {
+      RowMap const map = RowMap::of(p.channels, kVector);
+      dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
+      grad_of_rows<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
+          x, g, output, affine, terms, p.pixels, split.size, split.count, map);
+    } else {
+      dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
+      grad_of_planes<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
+          x, g, output, affine, terms, p.pixels, split.size, split.count);
+    }
+  });
+  FUSEDCONV_CUDA("input_gradient", cudaGetLastError());
+}
+
+}  // namespace
+
+void input_gradient(GroupNormProblem const& p, GradientTensors const& tensors,
+                    GroupTerms const* terms, cudaStream_t stream) {
+  dispatch_kernel(p, [&](auto zero, auto active) {
+    launch<decltype(zero), active.value>(p, tensors, terms, stream);
+  });
+}
+
+}  // namespace fusedconv::groupnorm

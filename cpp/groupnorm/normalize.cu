@@ -1,0 +1,282 @@
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/affine.hpp"
+#include "groupnorm/launch.hpp"
+#include "groupnorm/partition.hpp"
+#include "groupnorm/passes.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Pack;
+
+// ---- normalisation ----
+
+// Block (split, plane): one channel of one sample is contiguous.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                     int64_t pixels, int64_t split_size, int splits) {
+  int const plane = int(blockIdx.x / unsigned(splits));
+  int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
+  int64_t const size = min(split_size, pixels - begin);
+  auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+  T const* const source = input + int64_t(plane) * pixels + begin;
+  U* const target = output + int64_t(plane) * pixels + begin;
+  int64_t const vectors = size / kVector;
+  auto const store = [&](int64_t vector, Pack<T, kVector> const& loaded) {
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    result.store(target + vector * kVector);
+  };
+  int64_t i = threadIdx.x;
+  for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
+    Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      loaded[j] = Pack<T, kVector>::load(source + (i + j * kThreads) * kVector);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) store(i + j * kThreads, loaded[j]);
+  }
+  for (; i < vectors; i += kThreads) store(i, Pack<T, kVector>::load(source + i * kVector));
+}
+
+// Small planes: the whole tensor as one run, the channel found for each vector.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_small_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                           unsigned pixels, unsigned planes) {
+  unsigned const vectors_per_plane = pixels / kVector;
+  int64_t const vectors = int64_t(planes) * vectors_per_plane;
+  for (int64_t v = int64_t(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
+       v += int64_t(gridDim.x) * kThreads) {
+    int64_t const i = v * kVector;
+    int const plane = vectors < (int64_t(1) << 32) ? int(unsigned(v) / vectors_per_plane)
+                                                   : int(v / vectors_per_plane);
+    auto const channel =
+        ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+    auto const loaded = Pack<T, kVector>::load(input + i);
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.values[j] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
+    }
+    result.store(output + i);
+  }
+}
+
+// Channels last to channels last: a thread keeps its channels and goes down the rows.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(kThreads)
+    normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                   int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
+                   RowMap map) {
+  int64_t const sample = blockIdx.x / row_blocks;
+  int64_t const row_block = blockIdx.x % row_blocks;
+  int const map_row = threadIdx.x / map.columns;
+  int const channel = int(blockIdx.y * map.columns + threadIdx.x % map.columns) * kVector;
+  if (map_row >= map.rows || channel >= affine.channels) return;
+  ChannelAffine channels[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) channels[v] = ChannelAffine::of(affine, sample, channel + v);
+
+  T const* const source = input + sample * pixels * row_channels + channel;
+  U* const target = output + sample * pixels * affine.channels + channel;
+  int64_t const end = min(pixels, (row_block + 1) * block_rows);
+  auto const store = [&](int64_t row, Pack<T, kVector> const& loaded) {
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      result.values[v] = device::from_float<U>(
+          normalized<kActivate>(device::to_float(loaded.values[v]), channels[v], affine));
+    }
+    result.store(target + row * affine.channels);
+  };
+  int64_t row = row_block * block_rows + map_row;
+  for (; row + (kLoads - 1) * map.rows < end; row += kLoads * map.rows) {
+    Pack<T, kVector> loaded[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      loaded[j] = Pack<T, kVector>::load(source + (row + j * map.rows) * row_channels);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) store(row + j * map.rows, loaded[j]);
+  }
+  for (; row < end; row += map.rows) {
+    store(row, Pack<T, kVector>::load(source + row * row_channels));
+  }
+}
+
+// Channels last to channels first:
+// 1. A block reads kPixels rows of kChannels channels, 16 bytes at a time.
+// 2. It normalises in registers and transposes the tile in shared memory.
+// 3. It writes runs along pixels, kVector at a time.
+template <class T, class U, int kVector, bool kActivate>
+__global__ void __launch_bounds__(device::kTileThreads)
+    normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
+  using Tile = device::TransposeTile<U>;
+  using Word = typename Tile::Word;
+  constexpr int kPerWord = Tile::kPerWord;
+  __shared__ Tile tile;
+  int64_t const sample = blockIdx.x / pixel_tiles;
+  int64_t const pixel0 = int64_t(blockIdx.x % pixel_tiles) * Tile::kPixels;
+  int const channel0 = int(blockIdx.y) * Tile::kChannels;
+
+  constexpr int kIn = 16 / sizeof(T);
+  constexpr int kInLanes = Tile::kChannels / kIn;
+  static_assert(device::kTileThreads % kInLanes == 0, "a thread keeps its channels");
+  constexpr int kWordRows = device::kTileThreads / kInLanes;  // rows of words per step
+  constexpr int kSteps = Tile::kPixels / kPerWord / kWordRows;
+  constexpr int kAhead = kSteps < 8 / kPerWord ? kSteps : 8 / kPerWord;  // loads in flight
+  static_assert(kSteps % kAhead == 0, "whole rounds of loads");
+  int const channel = threadIdx.x % kInLanes * kIn;
+  int const row0 = threadIdx.x / kInLanes;
+  if (channel0 + channel < row_channels) {
+    T const* const source = input + (sample * pixels + pixel0) * row_channels + channel0 + channel;
+    ChannelAffine constants[kIn];
+#pragma unroll
+    for (int v = 0; v < kIn; ++v) {
+      constants[v] = ChannelAffine::of(affine, sample, channel0 + channel + v);
+    }
+#pragma unroll 1
+    for (int step = 0; step < kSteps; step += kAhead) {
+      Pack<T, kIn> loaded[kAhead][kPerWord];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) {
+          int const pixel = (row0 + (step + j) * kWordRows) * kPerWord + k;
+          if (pixel0 + pixel < pixels) {
+            loaded[j][k] = Pack<T, kIn>::load(source + pixel * row_channels);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+#pragma unroll
+        for (int v = 0; v < kIn; ++v) {
+          Word word;
+#pragma unroll
+          for (int k = 0; k < kPerWord; ++k) {
+            word.pixels[k] = device::from_float<U>(normalized<kActivate>(
+                device::to_float(loaded[j][k].values[v]), constants[v], affine));
+          }
+          tile.put(channel + v, row0 + (step + j) * kWordRows, word);
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  constexpr int kLanes = Tile::kPixels / kVector;
+  U* const target = output + (sample * affine.channels + channel0) * pixels + pixel0;
+#pragma unroll 4
+  for (int index = threadIdx.x; index < Tile::kChannels * kLanes; index += device::kTileThreads) {
+    int const out_channel = index / kLanes;
+    int const pixel = index % kLanes * kVector;
+    if (channel0 + out_channel >= affine.channels || pixel0 + pixel >= pixels) continue;
+    Pack<U, kVector> pack;
+    if constexpr (kVector < kPerWord) {
+      pack.values[0] = tile.element(out_channel, pixel);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; i += kPerWord) {
+        Word const word = tile.get(out_channel, (pixel + i) / kPerWord);
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) pack.values[i + k] = word.pixels[k];
+      }
+    }
+    pack.store(target + out_channel * pixels + pixel);
+  }
+}
+
+// ---- launches ----
+
+template <class T, class U, bool kActivate>
+void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors,
+                      Affine const& affine, cudaStream_t stream) {
+  auto const* input = static_cast<T const*>(tensors.input);
+  auto* output = static_cast<U*>(tensors.output);
+  if (p.input_layout == Layout::kChannelsFirst) {
+    constexpr int kVector = 16 / sizeof(T);
+    bool const vectors = p.pixels % kVector == 0 && device::is_aligned(input, 16) &&
+                         device::is_aligned(output, kVector * int64_t(sizeof(U)));
+    dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
+      if (p.pixels >= 2048) {
+        Split const split = split_run(p.pixels, sizeof(T), kVector);
+        dim3 const grid =
+            device::checked_grid("normalize_planes", p.batch * p.channels * split.count);
+        normalize_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+            input, output, affine, p.pixels, split.size, split.count);
+      } else {
+        int64_t const planes = p.batch * p.channels;
+        FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels: got ", planes);
+        int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
+        dim3 const grid =
+            device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
+        normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+            input, output, affine, unsigned(p.pixels), unsigned(planes));
+      }
+    });
+    FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
+    return;
+  }
+  if (p.output_layout == Layout::kChannelsLast) {
+    Split const split = split_rows(p);
+    dispatch_last_vector<T>(last_vector(p, input, output), [&](auto vector) {
+      RowMap const map = RowMap::of(p.input_row_channels(), vector.value);
+      dim3 const grid = device::checked_grid("normalize_rows", p.batch * split.count, map.slabs);
+      normalize_rows<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+          input, output, affine, p.input_row_channels(), p.pixels, split.size, split.count, map);
+    });
+    FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
+    return;
+  }
+  using Tile = device::TransposeTile<U>;
+  int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
+  dim3 const grid = device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles,
+                                         ceil_div(p.channels, Tile::kChannels));
+  device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
+    if constexpr (vector.value * sizeof(U) <= 16) {
+      normalize_to_channels_first<T, U, vector.value, kActivate>
+          <<<grid, device::kTileThreads, 0, stream>>>(input, output, affine, p.input_row_channels(),
+                                                      p.pixels, unsigned(pixel_tiles));
+    }
+  });
+  FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());
+}
+
+}  // namespace
+
+void normalize(GroupNormProblem const& p, GroupNormTensors const& tensors,
+               Statistics const* statistics, cudaStream_t stream) {
+  check(p);
+  FUSEDCONV_CHECK(
+      p.input_layout == Layout::kChannelsLast || p.output_layout == Layout::kChannelsFirst,
+      "normalize: channels-first input with channels-last output");
+  if (p.batch == 0 || p.pixels == 0) return;
+  Affine const affine = affine_of(p, tensors.weight, tensors.bias, statistics);
+  dispatch_kernel(p, [&](auto zero, auto active) {
+    using T = decltype(zero);
+    if (p.output_dtype == p.dtype) {
+      return launch_normalize<T, T, active.value>(p, tensors, affine, stream);
+    }
+    if constexpr (!std::is_same_v<T, float>) {
+      if (p.output_dtype == DType::kFloat32) {
+        return launch_normalize<T, float, active.value>(p, tensors, affine, stream);
+      }
+    }
+    throw InvalidArgument(detail::join("normalize: output dtype ", name_of(p.output_dtype),
+                                       " from input dtype ", name_of(p.dtype)));
+  });
+}
+
+}  // namespace fusedconv::groupnorm

@@ -1,0 +1,56 @@
+// How the passes are cut into blocks.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "fusedconv/groupnorm.hpp"
+
+namespace fusedconv::groupnorm {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kLoads = 4;                   // 16-byte loads in flight per thread
+inline constexpr int64_t kSplitBytes = 128 << 10;  // of a run, per block
+
+// How a block covers a channels-last tensor: `columns` threads side by side, each kVector channels,
+// and `rows` rows of channels at a time.
+struct RowMap {
+  int columns;
+  int rows;
+  int slabs;  // blocks side by side along channels
+
+  static RowMap of(int64_t row_channels, int vector) {
+    int64_t const vectors = row_channels / vector;
+    int const columns = int(std::min<int64_t>(vectors, kThreads));
+    return {columns, kThreads / columns, int(ceil_div(vectors, columns))};
+  }
+};
+
+// Work split over blocks: at least kSplitBytes each, and no more blocks than a launch needs to be
+// balanced.
+struct Split {
+  int64_t size;
+  int count;
+};
+
+inline Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple) {
+  int64_t const target = round_up(std::max<int64_t>(kSplitBytes / element_bytes, 1), multiple);
+  int64_t const count = std::max<int64_t>(1, ceil_div(elements, target));
+  int64_t const size = round_up(ceil_div(elements, count), multiple);
+  return {size, int(std::max<int64_t>(1, ceil_div(elements, size)))};
+}
+
+// Row blocks come out the same for every number of samples, so that the bits of a result do not
+// depend on how a batch is cut.
+inline Split split_rows(GroupNormProblem const& p) {
+  return split_run(p.pixels, p.input_row_channels() * size_of(p.dtype), 1);
+}
+
+// Of a plane, or of rows of channels.
+inline Split split_gradients(GroupNormProblem const& p) {
+  int64_t const bytes = size_of(p.dtype);
+  if (p.input_layout == Layout::kChannelsFirst) return split_run(p.pixels, bytes, 16 / bytes);
+  return split_run(p.pixels, p.channels * bytes, 1);
+}
+
+}  // namespace fusedconv::groupnorm

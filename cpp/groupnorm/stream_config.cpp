@@ -1,0 +1,106 @@
+// How streams are cut, for a device that need not be there.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "fusedconv/check.hpp"
+#include "groupnorm/streamed.hpp"
+#include "groupnorm/streamed_gradients.hpp"
+#include "groupnorm/support.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+// What a copy moves of what the memory's clock and width give.
+constexpr double kCopyEfficiency = 0.87;
+
+// Nanoseconds between a block's stores: a tile's bytes, loaded and stored, at the rate of a copy.
+// Gradients have fewer units in the ring, and need their stores spread further. What fits L2 is not
+// held up, nor what runs where the memory's rate is not known.
+unsigned pace_of(GroupNormProblem const& p, Stream const& s, int tensors, Device const& device) {
+  int64_t const total = p.batch * p.channels * p.pixels * size_of(p.dtype) * (tensors + 1);
+  if (device.dram_bytes_per_second <= 0.0 || total <= 2 * device.l2_bytes) return 0;
+  double const moved = double(s.tile_vectors) * 16 * (tensors + 1);
+  double const spread = tensors == 1 ? 0.965 : 1.1;
+  double const bytes_per_ns = kCopyEfficiency * 1e-9 * device.dram_bytes_per_second;
+  return unsigned(spread * moved * s.blocks / bytes_per_ns);
+}
+
+}  // namespace
+
+StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligned,
+                             Device const& device) {
+  StreamedConfig config;
+  auto const refused = [&](std::string reason) {
+    config.support = Support::no(std::move(reason));
+    return config;
+  };
+  if (device.architecture < 90) {
+    return refused(
+        detail::join("needs compute capability 9.0, the device has ", device.architecture));
+  }
+  if (!streams_on(device.architecture)) {
+    return refused(detail::join("is not compiled for compute capability ", device.architecture));
+  }
+  config.support = supports_same_form(p);
+  if (!config.support) return config;
+  int64_t const vector = 16 / size_of(p.dtype);
+  if (p.input_layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
+  if (!aligned) return refused("an address is not a multiple of 16 bytes");
+  if (p.pixels % vector != 0) {
+    return refused(detail::join("a plane of ", p.pixels, " elements is not whole 16-byte vectors"));
+  }
+  int64_t const units = p.batch * p.groups;
+  int64_t const limit = int64_t(1) << 31;
+  if (units < 1 || units >= limit) return refused(detail::join("there are ", units, " groups"));
+  if (p.pixels < 1) return refused("the input is empty");
+  if (p.group_size() >= limit) return refused("a group has 2^31 elements or more");
+
+  Stream& s = config.stream;
+  s.units = unsigned(units);
+  s.plane_vectors = unsigned(p.pixels / vector);
+  s.unit_vectors = p.group_size() / vector;
+  s.run_vectors = tensors == 1 ? unsigned(s.unit_vectors) : s.plane_vectors;
+  s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors);
+  s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
+  s.tiles = s.run_tiles * unsigned(tensors == 1 ? 1 : p.channels_per_group());
+  s.blocks = unsigned(std::min<int64_t>({device.multiprocessors, kMaxBlocks, units * s.tiles}));
+  s.step_units = s.blocks / s.tiles;
+  s.step_tiles = s.blocks % s.tiles;
+  int const table = int(round_up(p.channels * int64_t(sizeof(TableEntry)), 128));
+  s.stages =
+      std::min<int>(kMaxStages, (device.shared_bytes - table - kStaticSharedBytes) / kStageBytes);
+  int64_t const held = ceil_div(s.tiles, s.blocks);
+  if (held + 1 > s.stages) {
+    return refused(detail::join("a group needs ", held, " of a block's ", s.stages,
+                                " stages of shared memory, and one must be free"));
+  }
+  s.copies = tensors == 1 ? 2 : 4;
+  config.words =
+      s.copies * units * std::min(s.tiles, s.blocks) * (tensors == 1 ? kMomentsWords : kSumsWords);
+  s.pace = pace_of(p, s, tensors, device);
+  config.shared_bytes = s.stages * kStageBytes + table;
+  return config;
+}
+
+StreamedConfig streamed_config(GroupNormProblem const& p, bool aligned, Device const& device) {
+  return stream_config(p, 1, aligned, device);
+}
+
+StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool aligned,
+                                                Device const& device) {
+  StreamedGradientConfig config;
+  config.streamed = stream_config(p, kStreamedTensors, aligned, device);
+  config.support = config.streamed.support;
+  if (!config.support) return config;
+  Stream const& s = config.streamed.stream;
+  // Tiles do not straddle planes: small planes would leave most of a stage empty.
+  if (s.plane_vectors < s.tile_vectors / 2) {
+    config.support = Support::no("planes are smaller than half a tile");
+    return config;
+  }
+  config.set_sizes(p, int(s.run_tiles));
+  return config;
+}
+
+}  // namespace fusedconv::groupnorm

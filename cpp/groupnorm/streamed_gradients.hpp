@@ -1,0 +1,29 @@
+// Gradients with the input and the output's gradient read from DRAM once; see stream.hpp.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "fusedconv/device.hpp"
+#include "groupnorm/gradient.hpp"
+#include "groupnorm/stream.hpp"
+
+namespace fusedconv::groupnorm {
+
+inline constexpr int kStreamedTensors = 2;  // the input, and the gradient
+
+struct StreamedGradientConfig : GradientBuffers {
+  StreamedConfig streamed;
+};
+
+// aligned: the addresses of all three tensors are multiples of 16 bytes.
+StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& problem, bool aligned,
+                                                Device const& device);
+
+// Fills tensors.grad_input, and the partial sums, for merge_gradient_sums(). The config must be of
+// the same problem and of the device that runs it. workspace: config.streamed.words_bytes(). A
+// cooperative launch: every block must be resident.
+void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem const& problem,
+                        GradientTensors const& tensors, float2* partials, void* workspace,
+                        cudaStream_t stream);
+
+}  // namespace fusedconv::groupnorm

@@ -1,0 +1,136 @@
+"""Normalisations by kind: which statistics they have, and what they compute in torch's operators.
+
+A new kind is an entry of KINDS. Kernels take a kind whose statistics are per sample and group of
+channels as GroupNorm of so many groups; torch's operators compute every kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation with weight and bias per channel, where they are given.
+
+    ``kind`` is a key of KINDS: "group" has statistics per sample and group of channels, "instance"
+    per sample and channel, "layer" per sample and pixel over all channels; "affine" has none:
+    weight and bias are those of a BatchNorm with its running statistics folded into them.
+    ``num_groups`` is that of "group", 0 elsewhere. ``affine_dtype`` is None where neither weight
+    nor bias is given. Raises ValueError where ``kind`` is another.
+    """
+
+    kind: str
+    num_groups: int
+    eps: float
+    weight: bool
+    bias: bool
+    affine_dtype: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: got {self.kind!r}, expected one of {', '.join(KINDS)}")
+
+    def groups(self, channels: int) -> int:
+        """Statistics of a sample, where they are per group of channels; 0 elsewhere."""
+        return KINDS[self.kind].groups(self, channels)
+
+    def __str__(self) -> str:
+        return f"group_norm {self.num_groups}" if self.kind == "group" else f"{self.kind}_norm"
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Of means and deviations, and of what is computed between roundings: float32 or wider."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias as torch's GroupNorm of ``x`` takes them: of its dtype, or of float32 where
+    it has 16 bits; and no bias without a weight, which its gradient on processors refuses."""
+    given = weight if weight is not None else bias
+    if given is None:
+        return None, None
+    dtype = given.dtype
+    if dtype not in (x.dtype, torch.float32):
+        dtype = torch.promote_types(x.dtype, torch.float32)
+    if weight is None:
+        weight = given.new_ones(given.shape)
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+Compute = Callable[[Norm, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class Kind(NamedTuple):
+    """``groups(norm, channels)``: statistics of a sample, 0 where they are not per group of
+    channels. ``compute(norm, x, weight, bias)``: torch's operators, with weight and bias as
+    ``affine`` gives them. ``operator``: what a plan's step calls those."""
+
+    groups: Callable[[Norm, int], int]
+    compute: Compute
+    operator: str
+
+
+def _grouped(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # Not torch.nn.functional's, which refuses single values that a group may consist of.
+    return torch.group_norm(x, norm.groups(x.shape[1]), weight, bias, norm.eps)
+
+
+def _over_channels(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    last = x.movedim(1, -1)
+    return F.layer_norm(last, last.shape[-1:], weight, bias, norm.eps).movedim(-1, 1)
+
+
+def _scaled(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    per_channel = (1, x.shape[1], *(1,) * (x.dim() - 2))
+    wide = x.to(statistics_dtype(x))
+    if weight is not None:
+        wide = wide * weight.reshape(per_channel)
+    if bias is not None:
+        wide = wide + bias.reshape(per_channel)
+    return wide.to(x.dtype)
+
+
+KINDS: dict[str, Kind] = {
+    "group": Kind(lambda norm, channels: norm.num_groups, _grouped, "torch.group_norm"),
+    "instance": Kind(lambda norm, channels: channels, _grouped, "torch.group_norm"),
+    "layer": Kind(lambda norm, channels: 0, _over_channels, "torch.layer_norm over channels"),
+    "affine": Kind(lambda norm, channels: 0, _scaled, "torch affine map of channels"),
+}
+
+
+def normalized(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``x`` [N, C, *spatial] normalised by torch's operators, which autograd follows."""
+    return KINDS[norm.kind].compute(norm, x, *affine(x, weight, bias))
+
+
+def group_norm_with_statistics(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a kind with groups, with mean and reciprocal deviation [N, groups]."""
+    batch, channels, *spatial = x.shape
+    weight, bias = affine(x, weight, bias)
+    # torch's operator takes them for contiguous, whatever their strides.
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    output, mean, rstd = torch.ops.aten.native_group_norm(
+        x.contiguous(),
+        weight,
+        bias,
+        batch,
+        channels,
+        math.prod(spatial),
+        norm.groups(channels),
+        norm.eps,
+    )
+    statistics = statistics_dtype(x)
+    return output, mean.to(statistics), rstd.to(statistics)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fusedconv
-from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm, Residual
+from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm
 from fusedconv.problem import epilogue
 
 
@@ -97,16 +97,7 @@ def backward_problem(
     """A backward pass of a problem that saves, of the gradients named or of all that it has."""
     forward = forward or problem(save=True)
     if not gradients:
-        conv, norm = forward.conv is not None, forward.norm
-        has = {
-            "input": True,
-            "weight": conv,
-            "bias": forward.bias,
-            "norm_weight": norm is not None and norm.weight,
-            "norm_bias": norm is not None and norm.bias,
-            "residual": Residual() in forward.epilogue,
-        }
-        gradients = tuple(name for name, present in has.items() if present)
+        gradients = tuple(name for name in forward.gradients if name != "conv_output")
     fields = {
         "grad_dtype": forward.output_dtype,
         "grad_layout": forward.output_layout,

@@ -158,6 +158,11 @@ class ConvTransposeGeometry:
 # ---- passes --------------------------------------------------------------------------------------
 
 
+#: What a backward pass may be asked for. "conv_output" is the gradient of the convolution's output,
+#: which the gradients of input, weight and bias are computed from.
+GRADIENTS = ("conv_output", "input", "weight", "bias", "norm_weight", "norm_bias", "residual")
+
+
 @dataclass(frozen=True)
 class ForwardProblem:
     """One forward pass: an optional transposed convolution and an epilogue of ordered stages.
@@ -237,6 +242,21 @@ class ForwardProblem:
         return math.prod(self.output_shape)
 
     @property
+    def gradients(self) -> tuple[str, ...]:
+        """Those of GRADIENTS that it has."""
+        conv, norm = self.conv is not None, self.norm
+        has = {
+            "conv_output": conv,
+            "input": True,
+            "weight": conv,
+            "bias": self.bias,
+            "norm_weight": norm is not None and norm.weight,
+            "norm_bias": norm is not None and norm.bias,
+            "residual": Residual() in self.epilogue,
+        }
+        return tuple(name for name in GRADIENTS if has[name])
+
+    @property
     def conv_flops(self) -> int:
         """Multiplications and additions of the convolution: every tap at every input pixel."""
         if self.conv is None:
@@ -268,11 +288,6 @@ class ForwardProblem:
         return f"{what} on {size}, {mode}, {self.layout}{saving}"
 
 
-#: What a backward pass may be asked for. "conv_output" is the gradient of the convolution's output,
-#: which the gradients of input, weight and bias are computed from.
-GRADIENTS = ("conv_output", "input", "weight", "bias", "norm_weight", "norm_bias", "residual")
-
-
 @dataclass(frozen=True)
 class BackwardProblem:
     """First derivatives of a forward pass that saved what they need.
@@ -295,17 +310,7 @@ class BackwardProblem:
     gradients: frozenset[str]
 
     def __post_init__(self) -> None:
-        forward = self.forward
-        absent = set() if forward.conv is not None else {"conv_output", "weight"}
-        if not forward.bias:
-            absent.add("bias")
-        if forward.norm is None or not forward.norm.weight:
-            absent.add("norm_weight")
-        if forward.norm is None or not forward.norm.bias:
-            absent.add("norm_bias")
-        if Residual() not in forward.epilogue:
-            absent.add("residual")
-        known = [name for name in GRADIENTS if name not in absent]
+        known = self.forward.gradients
         if not self.gradients or not self.gradients <= set(known):
             raise ValueError(
                 f"gradients: got {sorted(self.gradients)}, expected some of {', '.join(known)}"

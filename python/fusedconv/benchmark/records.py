@@ -14,7 +14,30 @@ from typing import Any
 import torch
 
 import fusedconv
-from fusedconv import benchmark
+
+#: How the benchmark measures.
+METHOD = """\
+The benchmark: the three systems next to what a user could pick instead.
+
+Each record is one contender in one cell (workload, pass, precision, layout). torch keeps the cuDNN
+plan of a convolution for as long as a process lives, whatever cudnn.benchmark says later, so every
+contender runs in processes of its own, none of which meets another's plans. cudnn.benchmark is on
+before the first call, but for eager and fusedconv, which run as torch comes; fusedconv with
+cudnn.benchmark is measured beside where it calls cuDNN, in the gradients of a convolution. Several
+devices may work at the same time, one process each; a record names its own.
+
+Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
+percentile; inputs rotate over more memory than L2 holds. Weights arrive by load_state_dict and the
+affine parameters are not trivial; after the timing the weights are changed in place and the output
+is checked against float64 again, so that a packing kept too long shows. Outputs start as NaN
+wherever the allocator reuses memory.
+
+Floors: the larger of operations over the matrix rate and bytes over the copy rate, both measured
+first, on the first device. Strict fp32 on tensor cores takes three TF32 products for one. Forward:
+each input element read once and each output element written once. Forward and backward: three
+convolutions' operations; bytes of the forward pass, plus output gradient and input read and input
+gradient written.
+"""
 
 _KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
 
@@ -42,7 +65,7 @@ def header(
         "commit": commit or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rates": rates,
-        "method": (method or benchmark.__doc__ or "").strip(),
+        "method": (method or METHOD).strip(),
     }
 
 

@@ -63,7 +63,7 @@ def test_it_serves_exactly_one_kind_of_problem(installed):
     assert "kernel: example" not in text
     for reason in (
         "dtype is torch.float32, only torch.float64 is served",
-        "activation is gelu, only identity is served",
+        "beside the normalisation there is gelu",
         "the input is empty",
         "normalises only; the problem has a convolution",
     ):
@@ -80,7 +80,7 @@ def test_it_is_correct_and_differentiable(installed):
         "kernel = next(k for k in registry().kernels() if k.provider == 'example')\n"
         "runs = []\n"
         "compile = kernel.compile\n"
-        "kernel.compile = lambda problem: (runs.append(problem), compile(problem))[1]\n"
+        "kernel.compile = lambda *asked: (runs.append(asked[0]), compile(*asked))[1]\n"
         "torch.manual_seed(0)\n"
         "for shape in ((3, 6), (2, 6, 5), (2, 6, 5, 7), (2, 6, 2, 3, 4)):\n"
         "    x = torch.randn(shape, dtype=torch.float64) * 3 + 1e3\n"
@@ -128,14 +128,96 @@ def test_without_it_torch_serves(tmp_path):
     assert "example" not in text
 
 
-def broken_plugin(folder: Path, module: str, value: str) -> Path:
+def plugin(folder: Path, module: str, name: str, value: str) -> Path:
     """What pip leaves of a package with one entry point: its module and its metadata."""
-    (folder / "broken_plugin.py").write_text(module)
-    info = folder / "broken_plugin-0.1.dist-info"
+    (folder / f"{name}_plugin.py").write_text(module)
+    info = folder / f"{name}_plugin-0.1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text(f"[fusedconv.kernels]\nbroken = {value}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[fusedconv.kernels]\n{name} = {value}\n")
     return folder
+
+
+#: One gradient of one kind of convolution: the weight's, in float64, of stride 1.
+WEIGHT_GRADIENT = """
+from torch.nn import functional as F
+
+from fusedconv import BackwardKernel, BackwardPlan, Gradients, Support
+
+
+class Plan(BackwardPlan):
+    kernel = "float64_weight_gradient"
+    steps = ("correlation of input and gradient",)
+    runs = 0
+
+    def run(self, tensors):
+        Plan.runs += 1
+        assert tensors.grad_conv_output is not None
+        # [N, K, ...] correlated with [N, C, ...], samples summed: [K, C, *kernel_size].
+        found = F.conv2d(tensors.of_convolution.transpose(0, 1), tensors.input.transpose(0, 1))
+        return Gradients(weight=found.transpose(0, 1))
+
+
+class Kernel(BackwardKernel):
+    name = "float64_weight_gradient"
+    provider = "theirs"
+    computes = frozenset({"weight"})
+
+    def supports(self, problem, device):
+        conv = problem.forward.conv
+        if device.type != "cpu" or problem.forward.precision != "fp64":
+            return Support.no("computes in float64 on the processor")
+        if (set(conv.stride), set(conv.dilation), set(conv.padding)) != ({1}, {1}, {0}):
+            return Support.no("stride and dilation must be 1, padding 0")
+        return Support.yes()
+
+    def cost(self, problem, device):
+        return 0.0
+
+    def compile(self, problem, device):
+        return Plan()
+
+
+def register(registry):
+    registry.register(Kernel())
+"""
+
+
+def test_a_kernel_of_one_gradient_serves_a_backward_pass(tmp_path):
+    """Beside torch's for the other gradients, behind a forward pass that is torch's."""
+    text = run(
+        plugin(tmp_path, WEIGHT_GRADIENT, "weight", "weight_plugin:register"),
+        "import torch, fusedconv\n"
+        "from torch.nn import functional as F\n"
+        "from fusedconv.functional import conv_transpose_act_norm\n"
+        "from weight_plugin import Plan\n"
+        "torch.manual_seed(0)\n"
+        "x = torch.randn(2, 4, 5, 6, dtype=torch.float64)\n"
+        "leaves = [torch.randn(s, dtype=torch.float64).requires_grad_()"
+        " for s in ((4, 6, 3, 2), (6,), (6,), (6,))]\n"
+        "def ours(weight, bias, scale, shift, stride=1):\n"
+        "    return conv_transpose_act_norm(x, weight, bias, stride, activation='gelu',\n"
+        "        num_groups=2, norm_weight=scale, norm_bias=shift)\n"
+        "def torchs(weight, bias, scale, shift, stride=1):\n"
+        "    x_ = F.conv_transpose2d(x, weight, bias, stride)\n"
+        "    return F.group_norm(F.gelu(x_), 2, scale, shift)\n"
+        "def gradients(function, stride=1):\n"
+        "    output = function(*leaves, stride)\n"
+        "    output.pow(3).sum().backward()\n"
+        "    found = [leaf.grad for leaf in leaves]\n"
+        "    for leaf in leaves: leaf.grad = None\n"
+        "    return found\n"
+        "for stride, runs in ((1, 1), (1, 2), (2, 2)):\n"
+        "    for one, other in zip(gradients(ours, stride), gradients(torchs, stride)):\n"
+        "        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)\n"
+        "    assert Plan.runs == runs, (stride, Plan.runs)\n"
+        "fusedconv.explain(ours, *leaves, gradients=True)\n",
+    )
+    assert "kernel: torch (provider torch" in text
+    assert "kernel of weight: float64_weight_gradient (provider theirs, estimated 0 ms)" in text
+    assert "correlation of input and gradient" in text
+    for part, name in (("epilogue", "torch_epilogue"), ("bias", "torch_convolution")):
+        assert f"kernel of {part}: {name}_backward (provider torch" in text
 
 
 @pytest.mark.parametrize(
@@ -150,7 +232,7 @@ def broken_plugin(folder: Path, module: str, value: str) -> Path:
 )
 def test_a_broken_plugin_is_named(tmp_path, module, value, reason):
     text = run(
-        broken_plugin(tmp_path, module, value),
+        plugin(tmp_path, module, "broken", value),
         "import torch, fusedconv\n"
         "try:\n"
         "    fusedconv.GroupNorm(2, 6)(torch.ones(2, 6, 5))\n"

@@ -161,9 +161,13 @@ def conv_transpose_act_norm(
     save = ops.any_requires_grad(tensors)
     if _goes_direct(input, tensors):
         plan = ops.conv_plan(call, save)
-        if precision is None and isinstance(plan, TorchPlan):
-            # Plain torch, gradients included. An explicit precision must hold in the backward pass
-            # too, which the operator sees to.
+        # Plain torch, gradients included. An explicit precision must hold in the backward pass too,
+        # which the operator sees to.
+        if (
+            isinstance(plan, TorchPlan)
+            and precision is None
+            and (not save or ops.torch_differentiates(plan, input.device))
+        ):
             return compose(plan.problem, *tensors).output
         if not save:
             return run(plan, *tensors).output
@@ -244,7 +248,9 @@ def group_norm(
     call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
     if _goes_direct(input, tensors):
         plan = ops.group_norm_plan(call, save)
-        if isinstance(plan, TorchPlan):
+        if isinstance(plan, TorchPlan) and (
+            not save or ops.torch_differentiates(plan, input.device)
+        ):
             return compose(plan.problem, input, None, None, weight, bias).output
         if not save:
             return run(plan, input, None, None, weight, bias).output

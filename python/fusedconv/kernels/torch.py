@@ -134,6 +134,9 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
 class TorchPlan(ForwardPlan):
     kernel = "torch"
     is_reference = True
+    #: Whether autograd may follow the operators by itself, as no kernel would take a part of the
+    #: backward pass; None until somebody asks.
+    differentiates: bool | None = None
 
     def __init__(self, problem: ForwardProblem) -> None:
         self.problem = problem

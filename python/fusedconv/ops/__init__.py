@@ -6,7 +6,13 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 
 from fusedconv.ops import conv_transpose, flops, group_norm
 from fusedconv.ops.common import any_requires_grad, is_transformed
-from fusedconv.ops.planning import ConvCall, NormCall, conv_plan, group_norm_plan
+from fusedconv.ops.planning import (
+    ConvCall,
+    NormCall,
+    conv_plan,
+    group_norm_plan,
+    torch_differentiates,
+)
 
 flops.register()
 
@@ -20,4 +26,5 @@ __all__ = [
     "group_norm",
     "group_norm_plan",
     "is_transformed",
+    "torch_differentiates",
 ]

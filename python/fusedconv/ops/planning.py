@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fusedconv import validation
 from fusedconv.device import device_record
+from fusedconv.errors import NoKernelError
+from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
 from fusedconv.plan import BackwardPlan, ForwardPlan, JoinedPlan
@@ -22,7 +24,7 @@ from fusedconv.problem import (
     epilogue,
 )
 from fusedconv.recording import record
-from fusedconv.selection import cached, forced_kernels, plan_for
+from fusedconv.selection import cached, choose, forced_kernels, plan_for
 
 
 class ConvCall(NamedTuple):
@@ -246,6 +248,26 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
         plan = plan_for(problem, device, key)
         record.note(problem, device)
     return plan
+
+
+def torch_differentiates(plan: TorchPlan, device: torch.device) -> bool:
+    """Whether torch's operators, which serve a forward pass, would serve every part of its backward
+    pass too: autograd may then follow them by itself."""
+    if plan.differentiates is None:
+        problem = plan.problem
+        asked = BackwardProblem.of(
+            problem,
+            grad_dtype=problem.output_dtype,
+            grad_layout=problem.output_layout,
+            aligned=True,
+            gradients=[name for name in problem.gradients if name != "conv_output"],
+        )
+        try:
+            chosen = choose(asked, device_record(device), forced_kernels()).chosen
+            plan.differentiates = all(c.kernel.provider == TorchForward.provider for _, c in chosen)
+        except NoKernelError:
+            plan.differentiates = False  # the backward pass says why, where there is one
+    return plan.differentiates
 
 
 def backward_plan(

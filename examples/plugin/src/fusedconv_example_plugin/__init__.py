@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from fusedconv import Kernel, Outputs, Plan, Problem, Registry, Support
+from fusedconv import Device, ForwardKernel, ForwardPlan, ForwardProblem, Outputs, Registry, Support
 
 
-class Float64GroupNormPlan(Plan):
+class Float64GroupNormPlan(ForwardPlan):
     """Moments by torch.var_mean, then elementwise operators."""
 
     kernel = "example_float64_group_norm"
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: ForwardProblem) -> None:
         assert problem.norm is not None
         self.problem = problem
         self.groups = problem.norm.num_groups
@@ -29,6 +29,7 @@ class Float64GroupNormPlan(Plan):
         bias: torch.Tensor | None,
         norm_weight: torch.Tensor | None,
         norm_bias: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
     ) -> Outputs:
         if self.problem.layout == "strided":
             input = input.contiguous()
@@ -56,34 +57,34 @@ class Float64GroupNormPlan(Plan):
         return Outputs(output, None, mean, rstd)
 
 
-class Float64GroupNorm(Kernel):
+class Float64GroupNorm(ForwardKernel):
     name = "example_float64_group_norm"
     provider = "example"
 
-    def supports(self, problem: Problem) -> Support:
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
         if problem.conv is not None:
             return Support.no("normalises only; the problem has a convolution")
-        if problem.norm is None:
+        if problem.norm is None or problem.norm.kind != "group":
             return Support.no("the problem has no GroupNorm")
-        if problem.device != "cpu":
-            return Support.no(f"runs on the processor, the input is on {problem.device}")
+        if device.type != "cpu":
+            return Support.no(f"runs on the processor, the input is on {device.type}")
         if problem.dtype != torch.float64 or problem.output_dtype != torch.float64:
             return Support.no(f"dtype is {problem.dtype}, only torch.float64 is served")
         if problem.norm.affine_dtype not in (None, torch.float64):
             return Support.no(f"affine dtype is {problem.norm.affine_dtype}, not torch.float64")
-        if problem.activation != "identity":
-            return Support.no(f"activation is {problem.activation}, only identity is served")
+        others = [str(stage) for stage in problem.epilogue if stage is not problem.norm]
+        if others:
+            return Support.no(f"beside the normalisation there is {', '.join(others)}")
         if problem.input_elements == 0:
             return Support.no("the input is empty")
         return Support.yes()
 
-    def cost(self, problem: Problem) -> float:
-        # Two reads and a write at the 10 GB/s that fusedconv assumes of a processor; a strided
-        # input is read and written once more.
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        # Two reads and a write; a strided input is read and written once more.
         trips = 3 if problem.layout != "strided" else 5
-        return trips * problem.input_elements * problem.dtype.itemsize / 1e7
+        return device.copy_milliseconds(trips * problem.input_elements * problem.dtype.itemsize)
 
-    def compile(self, problem: Problem) -> Plan:
+    def compile(self, problem: ForwardProblem, device: Device) -> Float64GroupNormPlan:
         return Float64GroupNormPlan(problem)
 
 

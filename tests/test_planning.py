@@ -136,7 +136,7 @@ REFUSED = {
         conv_plan, CONV, {"norm_weight": torch.ones(7)}, "norm_weight",
     ),
     "norm_bias's dtype": (conv_plan, CONV, {"norm_bias": float16(6)}, "norm_bias"),
-    "activation": (conv_plan, CONV, {"activation": "tanh"}, "activation"),
+    "activation": (conv_plan, CONV, {"activation": "unknown"}, "activation"),
     "order": (conv_plan, CONV, {"order": "norm"}, "order"),
     "stride": (conv_plan, CONV, {"stride": (2, 0)}, "stride"),
     "padding": (conv_plan, CONV, {"padding": (1, -1)}, "padding"),

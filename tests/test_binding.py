@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 
 from fusedconv import _C, device
@@ -97,6 +98,7 @@ def test_activations_have_the_names_that_calls_use():
     assert [member.name for member in _C.Activation] == list(COMPILED)
     assert set(COMPILED) <= set(ACTIVATIONS)
     assert ACTIVATIONS[0] == "identity"
+    assert {name or "identity" for name in reference.ACTIVATIONS} == set(ACTIVATIONS)
 
 
 def test_layouts_and_dtypes_have_the_names_that_problems_use():

@@ -13,6 +13,8 @@ from processes import python
 
 import fusedconv
 from fusedconv import _C
+from fusedconv.device import KNOWN
+from fusedconv.kernels.cuda import program
 
 CPP = ROOT / "cpp"
 
@@ -206,3 +208,27 @@ def test_importing_starts_no_device():
 
 def test_this_torch_is_one_that_is_promised():
     assert tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("code", "runs", "does_not"),
+    [
+        ("80", (80, 86, 90, 120), (70, 75)),
+        ("80-real", (80, 89), (75, 90)),
+        ("80-virtual", (80, 90), (75,)),
+        ("90a", (90,), (80, 89, 100)),
+        ("100f", (100, 103), (90, 120)),
+        ("native", (80, 90), ()),
+    ],
+)
+def test_devices_that_run_what_is_compiled(code, runs, does_not):
+    assert all(program.runs_on(architecture, code) for architecture in runs)
+    assert not any(program.runs_on(architecture, code) for architecture in does_not)
+
+
+def test_a_build_without_code_for_the_device_says_so(monkeypatch):
+    monkeypatch.setattr(program, "HAS_CUDA", True)
+    monkeypatch.setitem(_C.build, "architectures", "80-real 90a")
+    assert program.supports_device(KNOWN[90])
+    support = program.supports_device(KNOWN[100])
+    assert support.reason == "this build holds code for 80-real 90a, the device has 10.0"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import explained
 from processes import python
-from reference import cotangent
+from reference import ACTIVATIONS, cotangent
 from systems import SMALL, pair, perturbed
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -265,7 +265,7 @@ def test_a_forward_replaced_before_the_import_is_called():
 
 
 @pytest.mark.parametrize("order", ["act_norm", "norm_act"])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_general_module_composes_in_its_order(activation, order):
     module = perturbed(
         ConvTransposeActNorm2d(

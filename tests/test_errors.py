@@ -228,7 +228,9 @@ CONV_CASES = {
     ),
     # choices
     "activation unknown": (
-        {"activation": "tanh"}, ValueError, r"^activation: got 'tanh', expected None or one of",
+        {"activation": "unknown"},
+        ValueError,
+        r"^activation: got 'unknown', expected None or one of",
     ),
     "order unknown": (
         {"order": "norm"}, ValueError, r"^order: got 'norm', expected one of 'act_norm', 'n",
@@ -274,7 +276,9 @@ NORM_CASES = {
     ),
     "weight a list": ({"weight": [1.0] * 4}, TypeError, r"^weight: got list, expected"),
     "activation unknown": (
-        {"activation": "tanh"}, ValueError, r"^activation: got 'tanh', expected None or one of",
+        {"activation": "unknown"},
+        ValueError,
+        r"^activation: got 'unknown', expected None or one of",
     ),
     "order unknown": ({"order": 1}, TypeError, r"^order: got 1, expected one of 'act_norm', 'n"),
     "num_groups a fraction": (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import TORCH_SCRIPTS, channels_last, relative_error
+from reference import ACTIVATIONS, TORCH_SCRIPTS, channels_last, relative_error
 from reference import conv_transpose_act_norm as composition
 from torch import nn
 from torch.nn import functional as F
@@ -162,7 +162,7 @@ def random_problem(generator: random.Random) -> dict[str, Any]:
         "dilation": dilation,
         "layout": generator.choice(("nchw", "nhwc")),
         "bias": generator.random() < 0.7,
-        "activation": generator.choice((None, "relu", "gelu", "silu", "gelu_tanh")),
+        "activation": generator.choice(list(ACTIVATIONS)),
     }
 
 
@@ -315,7 +315,7 @@ def test_system_forward_and_gradients(name, precision, layout, eager_precision):
 
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("order", ["act_norm", "norm_act"])
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("num_groups", [None, 1, 4, 20])
 def test_orders_and_activations(order, activation, num_groups, eager_precision):
     eager_precision("fp32")

@@ -163,7 +163,8 @@ def float64_leaf(*shape):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu"])
+# Finite differences are no slope at a kink.
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "relu"])
 def test_gradcheck(order, activation, threads):
     """The operators' own formulas in float64 against finite differences."""
     threads(1)  # thousands of calls on a few elements each

@@ -7,7 +7,7 @@ import torch
 from problems import explained
 from reference import channels_last, misaligned, strided
 
-from fusedconv import clear_cache, functional, ops
+from fusedconv import ConvTransposeActNorm2d, clear_cache, functional, ops
 from fusedconv.ops import planning
 
 
@@ -136,7 +136,7 @@ REFUSED = {
         conv_plan, CONV, {"norm_weight": torch.ones(7)}, "norm_weight",
     ),
     "norm_bias's dtype": (conv_plan, CONV, {"norm_bias": float16(6)}, "norm_bias"),
-    "activation": (conv_plan, CONV, {"activation": "tanh"}, "activation"),
+    "activation": (conv_plan, CONV, {"activation": "unknown"}, "activation"),
     "order": (conv_plan, CONV, {"order": "norm"}, "order"),
     "stride": (conv_plan, CONV, {"stride": (2, 0)}, "stride"),
     "padding": (conv_plan, CONV, {"padding": (1, -1)}, "padding"),
@@ -373,3 +373,12 @@ def test_a_cached_plan_is_of_the_same_alignment(planned):
         for place in (lambda x: x, misaligned, lambda x: x, misaligned):
             call(place(x))
         assert [problem.aligned for problem in planned] == [True, False]
+
+
+def test_a_gradients_name_leaves_the_forward_pass_free(force):
+    force("torch_convolution_backward")
+    module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2)
+    forward, backward = explained(module, torch.randn(2, 4, 5, 5), gradients=True)
+    assert forward.kernel == "cpu_group_norm"
+    assert "torch_convolution_backward" in backward.kernel
+    assert backward.chosen_by == "torch_convolution_backward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from problems import explained
-from reference import cotangent
+from reference import ACTIVATIONS, cotangent
 from systems import pair, perturbed, saved_and_loaded
 from torch import nn
 
@@ -141,7 +141,7 @@ def test_output_size_and_input_without_a_batch_when_scripted():
         torch.jit.script(module)(x, [40])
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("order", ["act_norm", "norm_act"])
 def test_group_norm_scripts(order, activation):
     module = perturbed(GroupNorm(2, 6, activation=activation, order=order))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fusedconv import _C
 
-#: "identity" stands for none.
+#: "gelu" is the exact one, by erf; "identity" stands for none, which calls write as None.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh", "silu")
 
 #: Those that compiled kernels compute.

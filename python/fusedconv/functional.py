@@ -1,9 +1,9 @@
 """Functional forms: ``conv_transpose_act_norm`` and ``group_norm``.
 
-Every activation is one of "relu", "gelu" (exact, erf), "gelu_tanh", "silu" or None; ``order`` is
-"act_norm" (activation, then GroupNorm, as in the three systems) or "norm_act" (GroupNorm, then
-activation, as in most published models). Integers are what torch takes for integers (numpy's too,
-no bool); a value per axis is an integer, or a sequence of one or of all.
+Every activation is a name in ``fusedconv.activations.ACTIVATIONS`` or None; ``order`` is "act_norm"
+(activation, then GroupNorm, as in the three systems) or "norm_act" (GroupNorm, then activation, as
+in most published models). Integers are what torch takes for integers (numpy's too, no bool); a
+value per axis is an integer, or a sequence of one or of all.
 """
 
 from __future__ import annotations

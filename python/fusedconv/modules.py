@@ -291,8 +291,9 @@ class ConvTransposeActNorm2d(_ConvTransposeActNorm):
 
     The positional arguments are ``torch.nn.ConvTranspose2d``'s. ``num_groups``, ``eps`` and
     ``affine`` are ``torch.nn.GroupNorm``'s; ``num_groups`` None leaves the normalisation out.
-    ``activation`` is None, "relu", "gelu", "gelu_tanh" or "silu"; ``order`` is "act_norm" or
-    "norm_act". ``precision`` ("tf32", "fp32" or None for torch's switches) applies to float32.
+    ``activation`` is None or a name in ``fusedconv.activations.ACTIVATIONS``; ``order`` is
+    "act_norm" or "norm_act". ``precision`` ("tf32", "fp32" or None for torch's switches) applies to
+    float32.
 
     Parameters: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``,
     ``group_norm.bias``. A value or type that cannot be right raises ValueError or TypeError naming

@@ -71,9 +71,10 @@ Compute = Callable[[Norm, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 class Kind(NamedTuple):
-    """``groups(norm, channels)``: statistics of a sample, 0 where they are not per group of
-    channels. ``compute(norm, x, weight, bias)``: torch's operators, with weight and bias as
-    ``affine`` gives them. ``operator``: what a plan's step calls those."""
+    """``groups(norm, channels)``: how many groups of channels a sample has, each normalised by its
+    mean and variance as GroupNorm does; 0 of any other kind, which kernels refuse.
+    ``compute(norm, x, weight, bias)``: torch's operators, with weight and bias as ``affine`` gives
+    them. ``operator``: what a plan's step calls those."""
 
     groups: Callable[[Norm, int], int]
     compute: Compute

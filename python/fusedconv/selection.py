@@ -143,7 +143,8 @@ def _admissible(
     found: list[Candidate], parts: Sequence[str], forced: str | None, known: Registry
 ) -> list[Candidate]:
     """The candidates that FUSEDCONV_KERNEL leaves. Names restrict a part of a pass only where one
-    of them computes it: a convolution's name says nothing of gradients that it does not have."""
+    of them computes it: a convolution's name says nothing of gradients that it does not have, nor a
+    gradient's of the forward pass."""
     if not forced:
         return found
     names = known.forced_names(forced)
@@ -151,10 +152,9 @@ def _admissible(
     def is_named(kernel: Kernel) -> bool:
         return kernel.name in names or kernel.provider in names
 
-    if tuple(parts) != ("forward",):
-        able = {part for k in known.kernels() if is_named(k) for part in k.computes}
-        if not able & set(parts):
-            return found
+    able = {part for k in known.kernels() if is_named(k) for part in k.computes}
+    if not able & set(parts):
+        return found
     return [candidate for candidate in found if is_named(candidate.kernel)]
 
 

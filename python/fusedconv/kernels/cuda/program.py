@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -41,20 +43,43 @@ def supports_device(device: Device) -> Support:
         return Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
     if device.type != "cuda":
         return Support.no(f"runs on CUDA, the input is on {device.type}")
+    capability = _capability(device.architecture)
     if device.architecture < 80:
-        return Support.no(f"needs compute capability 8.0, the device has {_capability(device)}")
+        return Support.no(f"needs compute capability 8.0, the device has {capability}")
+    compiled = _C.build["architectures"]
+    if not any(runs_on(device.architecture, code) for code in compiled.split()):
+        return Support.no(f"this build holds code for {compiled}, the device has {capability}")
     return Support.yes()
 
 
-def _capability(device: Device) -> str:
-    return f"{device.architecture // 10}.{device.architecture % 10}"
+@functools.cache
+def runs_on(architecture: int, code: str) -> bool:
+    """Whether a device of that compute capability runs what an entry of
+    FUSEDCONV_CUDA_ARCHITECTURES compiles. Entries that are no number may mean anything."""
+    parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", code)
+    if parts is None:
+        return True
+    number, letter, kind = int(parts[1]), parts[2], parts[3]
+    if letter == "a":
+        return architecture == number
+    if letter == "f" or kind == "-real":
+        # Machine code runs on what comes later of the same generation.
+        return architecture >= number and architecture // 10 == number // 10
+    return architecture >= number
 
 
-def supports_hopper(device: Device) -> Support:
-    """Whether the device runs kernels of compute capability 9.0, which no later one does."""
-    if device.architecture == 90:
+def _capability(architecture: int) -> str:
+    return f"{architecture // 10}.{architecture % 10}"
+
+
+def supports_only(device: Device, architecture: int) -> Support:
+    """Whether the device runs kernels of one compute capability, which no later one does."""
+    if device.architecture == architecture:
         return Support.yes()
-    return Support.no(f"runs on compute capability 9.0, the device has {_capability(device)}")
+    return Support.no(
+        f"runs on compute capability {_capability(architecture)}, the device has "
+        f"{_capability(device.architecture)}"
+    )
 
 
 def supports_forward(problem: ForwardProblem, device: Device) -> Support:

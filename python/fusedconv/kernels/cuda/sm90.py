@@ -24,7 +24,7 @@ from fusedconv.kernels.cuda.program import (
     equal_chunk,
     five_strides,
     supports_forward,
-    supports_hopper,
+    supports_only,
     supports_precision,
 )
 from fusedconv.lowering import Phase, lower
@@ -120,7 +120,7 @@ class CutlassSm90(ForwardKernel):
             return Support.no("computes convolutions; the problem has none")
         for support in (
             supports_forward(problem, device),
-            supports_hopper(device),
+            supports_only(device, 90),
             supports_precision(problem, self.precision),
         ):
             if not support:

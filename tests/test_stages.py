@@ -8,12 +8,13 @@ from problems import backward_problem, geometry_of, problem
 from reference import ACTIVATIONS, LAYOUTS, cotangent, relative_error
 from torch.nn import functional as F
 
-from fusedconv import Activation, Bias, Norm, Residual
+from fusedconv import Activation, Bias, NoKernelError, Norm, Residual
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.kernels import built_in
 from fusedconv.kernels.torch import TorchEpilogueBackward, TorchForward
 from fusedconv.plan import BackwardTensors
 from fusedconv.precision import precisions_of
+from fusedconv.selection import choose
 
 RELU, GELU, SILU = (Activation(name) for name in ("relu", "gelu", "silu"))
 BIAS, RESIDUAL = Bias(), Residual()
@@ -229,6 +230,14 @@ def test_backward(stages, conv, dtype):
                 assert (value is not None) == (name in asked), name
                 if value is not None:
                     assert relative_error(value, expected[name]) < GRADIENT_LIMITS[dtype]
+
+
+def test_an_activation_with_a_parameter_is_refused_with_a_reason():
+    """None of those that are known has one."""
+    forward = problem(epilogue=(BIAS, Activation("relu", 0.25)), save=True)
+    for asked in (forward, backward_problem(forward)):
+        with pytest.raises(NoKernelError, match=r"the activation relu\(0\.25\)"):
+            choose(asked, PROCESSOR)
 
 
 def test_steps_name_every_stage():

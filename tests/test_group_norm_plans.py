@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import test_gpu_gradients
 import torch
-from problems import backward_problem, geometry_of, group_norm_stage, problem
+from problems import backward_problem, explained, geometry_of, group_norm_stage, problem
 from reference import channels_last
 from test_gpu_group_norm import CASES, FLOOR, KERNELS, LARGE_CASES, serves, with_layouts
 
@@ -130,6 +130,33 @@ def test_no_kernel_serves_below_8_0(name):
             assert "needs compute capability 8.0" in support.reason
         elif name not in STREAMED:
             assert support
+
+
+SYSTEM3 = ((112, 64, 512, 512), 8)
+MERGED = ("merge sums of gradients", "gradients of norm weight and bias")
+
+
+@pytest.mark.parametrize("dtype", FLOOR, ids=str)
+def test_schedules_of_system_3(dtype):
+    """Of the forward and the backward pass in either layout: a change here is one of speed."""
+    found = {}
+    for layout in ("nchw", "nhwc"):
+        affine = group_norm_stage(SYSTEM3[1], affine_dtype=dtype)
+        forward = norm_alone(*SYSTEM3, dtype, layout, norm=affine)
+        for name in ("forward", "backward"):
+            (explanation,) = explained(of_pass(name, forward), device=KNOWN[90])
+            found[name, layout] = explanation.steps
+    place = "in one pass (groups in the shared memory of 132 multiprocessors)"
+    assert found == {
+        ("forward", "nchw"): (f"moments + normalize {place}",),
+        ("forward", "nhwc"): ("moments (nhwc)", "normalize (nhwc -> nhwc)"),
+        ("backward", "nchw"): (f"gradient through norm {place}", *MERGED),
+        ("backward", "nhwc"): (
+            "sums of gradients (nhwc)",
+            *MERGED,
+            "gradient through norm (nhwc)",
+        ),
+    }
 
 
 # ---- the backward pass ---------------------------------------------------------------------------

@@ -9,10 +9,12 @@ import random
 
 import pytest
 import torch
+from problems import geometry_of, problem
 
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
+from fusedconv.registry import registry
 
 HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
 pytestmark = pytest.mark.skipif(
@@ -209,6 +211,19 @@ def test_rows_run_on_compute_capability_9_0_alone(architecture, row):
             "runs on compute capability 9.0, the device has "
             f"{architecture // 10}.{architecture % 10}"
         )
+
+
+@pytest.mark.parametrize("architecture", [80, 100])
+def test_kernels_pass_the_refusal_on(architecture):
+    asked = problem(
+        channels=24, spatial=(20, 40), conv=geometry_of(torch.empty(24, 16, 3, 3, device="meta"))
+    )
+    kernels = [k for k in registry().kernels() if k.provider == "cutlass_sm90"]
+    assert len(kernels) == 11
+    for kernel in kernels:
+        reason = kernel.supports(asked, KNOWN[architecture]).reason
+        assert f"the device has {architecture / 10}" in reason
+        assert kernel.supports(asked, H200) or kernel.precision != "fp32"
 
 
 def test_shared_memory_is_the_devices():

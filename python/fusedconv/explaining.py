@@ -31,7 +31,8 @@ def explain(
 
     ``target`` is a problem, or a module or function that is called once with the arguments that
     follow. With ``gradients`` the call is followed by a backward pass from its floating-point
-    outputs, which leaves no ``.grad``, and the problems of both are explained; without, gradients
+    outputs, which leaves no ``.grad``, and the problems of both are explained (torch's operators,
+    where they serve the forward pass, autograd differentiates by itself); without, gradients
     are off. ``device`` is where a problem would run (``fusedconv.device.KNOWN`` has well-known
     ones), torch's current CUDA device or the processor by default. ``file`` is where to print,
     standard output by default.

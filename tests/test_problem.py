@@ -117,7 +117,7 @@ def test_epilogues_that_fused_kernels_have(stages, form):
         ((GROUP, Residual()), "no fused kernel has the stage residual"),
         ((Norm("layer", 0, 1e-5, True, True, None),), "has the normalisation layer_norm"),
         ((RELU, Norm("affine", 0, 0.0, True, True, None)), "has the normalisation affine_norm"),
-        ((Activation("leaky_relu", 0.1), GROUP), "has the activation leaky_relu(0.1)"),
+        ((Activation("relu", 0.1), GROUP), "has the activation relu(0.1)"),
         ((RELU, SILU), "stages are relu -> silu; fused kernels have an activation, a normalis"),
         ((RELU, SILU, GROUP), "stages are relu -> silu -> group_norm 2; fused kernels have"),
         ((GROUP, RELU, SILU), "stages are group_norm 2 -> relu -> silu; fused kernels have"),
@@ -143,6 +143,18 @@ def test_epilogues_that_they_do_not_have_are_refused_with_a_reason(stages, reaso
 def test_stages_that_cannot_be_are_refused(stages, text):
     with pytest.raises(ValueError, match=f"^{text}$"):
         problem(epilogue=stages)
+
+
+@pytest.mark.parametrize("name", ["identity", "tanh", None, ""])
+def test_activations_have_names(name):
+    with pytest.raises(ValueError, match=rf"^name: got {name!r}, expected one of relu, gelu, "):
+        Activation(name)
+
+
+@pytest.mark.parametrize("kind", ["batch", None, ""])
+def test_normalisations_have_kinds(kind):
+    with pytest.raises(ValueError, match=rf"^kind: got {kind!r}, expected one of group, instance"):
+        group_norm_stage(kind=kind)
 
 
 def test_a_bias_without_a_convolution_is_refused():

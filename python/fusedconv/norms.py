@@ -123,6 +123,10 @@ def group_norm_with_statistics(
     # torch's operator takes them for contiguous, whatever their strides.
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
+    if x.dtype.itemsize == 2 and x.device.type == "cpu":
+        # Statistics have the dtype of weight and bias there.
+        weight = x.new_ones(channels, dtype=torch.float32) if weight is None else weight.float()
+        bias = None if bias is None else bias.float()
     output, mean, rstd = torch.ops.aten.native_group_norm(
         x.contiguous(),
         weight,

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+from fusedconv.activations import ACTIVATIONS
 from fusedconv.layout import Layout, result_layout
 from fusedconv.norms import KINDS, Norm
 from fusedconv.precision import Precision, dtype_name
@@ -45,10 +46,16 @@ class Residual:
 @dataclass(frozen=True)
 class Activation:
     """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity"; ``parameter``
-    is the one that some activations have, such as a slope."""
+    is the one that some activations have, such as a slope. Raises ValueError where ``name`` is
+    another."""
 
     name: str
     parameter: float | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for name in ACTIVATIONS if name != "identity"]
+        if self.name not in names:
+            raise ValueError(f"name: got {self.name!r}, expected one of {', '.join(names)}")
 
     def __str__(self) -> str:
         return self.name if self.parameter is None else f"{self.name}({self.parameter:g})"

@@ -224,26 +224,28 @@ def _epilogue_gradients_by_autograd(
     """Any stages: they are computed anew, and autograd follows them."""
     x = tensors.of_epilogue
     wide = statistics_dtype(x)
-
-    def leaf(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().to(wide).requires_grad_()
-
-    leaves = [leaf(t) for t in (x, tensors.norm_weight, tensors.norm_bias, tensors.residual)]
-    anew = _without_saving(problem.forward, wide)
+    wanted = problem.gradients
+    source = "input" if problem.forward.conv is None else "conv_output"
+    given = {
+        source: x,
+        "norm_weight": tensors.norm_weight,
+        "norm_bias": tensors.norm_bias,
+        "residual": tensors.residual,
+    }
+    leaves = {
+        name: None if tensor is None else tensor.detach().to(wide).requires_grad_(name in wanted)
+        for name, tensor in given.items()
+    }
+    anew = dataclasses.replace(problem.forward, save=False, dtype=wide, output_dtype=wide)
+    followed = {name: leaf for name, leaf in leaves.items() if leaf is not None and name in wanted}
     with torch.enable_grad():
-        source, norm_weight, norm_bias, residual = leaves
-        assert source is not None
-        output = _epilogue(anew, source, norm_weight, norm_bias, residual)[0]
-        given = [t for t in leaves if t is not None]
-        found = iter(
-            torch.autograd.grad(output, given, tensors.grad_output.to(wide), allow_unused=True)
+        first = leaves.pop(source)
+        assert first is not None
+        output = _epilogue(anew, first, **leaves)[0]
+        found = torch.autograd.grad(
+            output, list(followed.values()), tensors.grad_output.to(wide), allow_unused=True
         )
-    grad, *others = [None if t is None else next(found) for t in leaves]
-    return _of_epilogue(problem, grad, *others)
-
-
-def _without_saving(problem: ForwardProblem, dtype: torch.dtype) -> ForwardProblem:
-    return dataclasses.replace(problem, save=False, dtype=dtype, output_dtype=dtype)
+    return Gradients(**dict(zip(followed, found, strict=True)))
 
 
 def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gradients:

@@ -131,6 +131,13 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
     return f"torch {stage.name}"
 
 
+def _supports(problem: ForwardProblem) -> Support:
+    for activation in problem.activations:
+        if activation.parameter is not None:
+            return Support.no(f"no operator of torch's is known for the activation {activation}")
+    return Support.yes()
+
+
 class TorchPlan(ForwardPlan):
     kernel = "torch"
     is_reference = True
@@ -164,7 +171,7 @@ class TorchForward(ForwardKernel):
     provider = "torch"
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        return Support.yes()
+        return _supports(problem)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
@@ -224,7 +231,7 @@ class TorchEpilogueBackward(BackwardKernel):
     computes = frozenset({"epilogue"})
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
-        return Support.yes()
+        return _supports(problem.forward)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

@@ -57,11 +57,11 @@ def test_nothing_outside_the_output_is_written(dtype):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"groups": 4}, "channels is 6, which groups = 4 does not divide"),
-        ({"groups": 0}, "groups is 0"),
-        ({"batch": -1}, "batch is -1"),
-        ({"pixels": -1}, "pixels is -1"),
-        ({"eps": float("nan")}, "eps is nan"),
+        ({"groups": 4}, "channels: got 6, which groups = 4 does not divide"),
+        ({"groups": 0}, "groups: got 0, expected"),
+        ({"batch": -1}, "batch: got -1, expected"),
+        ({"pixels": -1}, "pixels: got -1, expected"),
+        ({"eps": float("nan")}, "eps: got nan, expected"),
     ],
     ids=str,
 )
@@ -74,9 +74,9 @@ def test_the_binding_checks_its_arguments(change, text):
     with pytest.raises(ValueError, match=text):
         _C.cpu.group_norm(_C.GroupNormProblem(**{**COMPILED_PROBLEM, **change}), **arguments)
     for name, value, text in (
-        ("input", 0, "input is null"),
-        ("output", 0, "output is null"),
-        ("threads", 0, "threads is 0"),
+        ("input", 0, "input: got null, expected"),
+        ("output", 0, "output: got null, expected"),
+        ("threads", 0, "threads: got 0, expected"),
     ):
         with pytest.raises(ValueError, match=text):
             _C.cpu.group_norm(problem, **{**arguments, name: value})

@@ -73,7 +73,9 @@ def normalisations() -> Iterator[Problem]:
     ):
         sizes = dict(batch=batch, channels=channels, spatial=spatial, conv=None)
         yield asked_for(precision, layout, groups, **sizes)
-        yield backward_problem(asked_for(precision, layout, groups, save=True, **sizes))
+        for activation in ("identity", "gelu"):
+            forward = dict(sizes, activation=activation, save=True)
+            yield backward_problem(asked_for(precision, layout, groups, **forward))
 
 
 @functools.cache

@@ -78,7 +78,7 @@ class CostConstants:
     call: float
 
 
-#: Fitted by ``benchmarks/cost_model.py`` to operators measured on 120 problems; not so ``call``, and
+#: Fitted by ``benchmarks/cost_model.py`` to operators timed on 120 problems; not so ``call``, and
 #: the normalisation of channels last, which lies between those and a far larger one.
 COSTS = CostConstants(
     convolution={

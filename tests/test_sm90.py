@@ -286,3 +286,39 @@ def test_schedules_of_the_systems(system, layout):
             scratch = p.output_bytes_per_sample + p.partial_bytes_per_sample
             found[row.math.name, row.sharing.name] = (*(getattr(p, n) for n in PINNED), scratch)
     assert found == expected
+
+
+def strict(kernel: tuple[int, ...], channels: int, precision: str = "fp32"):
+    weight = torch.empty(channels, 24, *kernel, device="meta")
+    return problem(
+        precision=precision,
+        channels=channels,
+        spatial=(12,) * len(kernel),
+        conv=geometry_of(weight),
+        norm=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (strict((3, 3), 1), "an output sums 9 products"),
+        (strict((1, 1), 11), "an output sums 11 products"),
+        (strict((5, 5, 1), 64), "a filter of 25 rows"),
+        (strict((3, 2), 2), None),
+        (strict((4, 4, 5), 64), None),
+        (strict((17, 3), 20), "a filter of 17 rows"),
+        (strict((5, 5, 1), 64, "tf32"), None),
+        (strict((3, 3), 1, "tf32"), None),
+    ],
+)
+def test_strict_fp32_serves_what_it_is_exact_at(asked, reason):
+    """Where TF32 is asked for, strict rows are exact enough whatever the sum."""
+    refusals = {
+        kernel.supports(asked, H200).reason
+        for kernel in registry().kernels()
+        if kernel.provider == "cutlass_sm90" and kernel.precision == "fp32"
+    }
+    assert all(refusals) if reason else "" in refusals
+    if reason:
+        assert all(refusal.startswith(reason) for refusal in refusals)

@@ -35,6 +35,10 @@ from fusedconv.support import Support
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
 
+#: Rows of a filter (its extents but the innermost, multiplied) up to which strict fp32 is as exact
+#: as eager: each row of each k-block is a sum of its own, which fp32 additions join.
+MOST_STRICT_ROWS = 16
+
 
 @dataclass(frozen=True)
 class CostConstants:
@@ -127,6 +131,12 @@ class CutlassSm90(ForwardKernel):
                 return support
         if conv.groups != 1:
             return Support.no(f"groups is {conv.groups}, only 1 is served")
+        rows = math.prod(conv.kernel_size[:-1])
+        if problem.precision == "fp32" and rows > MOST_STRICT_ROWS:
+            return Support.no(
+                f"a filter of {rows} rows; its sums are as exact as eager's up to "
+                f"{MOST_STRICT_ROWS} in strict fp32"
+            )
         lowered = lower(conv, problem.spatial).single()
         if isinstance(lowered, Support):
             return lowered

@@ -93,6 +93,13 @@ def test_a_problem_is_explained_for_torchs_device():
     assert explanation.kernel == "cpu_group_norm"
 
 
+def test_a_device_is_a_record_and_a_problems():
+    with pytest.raises(TypeError, match=r"^device: got 'cuda', expected a fusedconv\.Device"):
+        explained(PROBLEM, device="cuda")
+    with pytest.raises(ValueError, match=r"^device: got H200 \(sm_90\), expected None for a call"):
+        explained(functional.group_norm, torch.ones(2, 4), 2, device=KNOWN[90])
+
+
 # ---- calls ---------------------------------------------------------------------------------------
 
 

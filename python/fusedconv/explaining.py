@@ -38,6 +38,8 @@ def explain(
     standard output by default.
     """
     gradients = flag("gradients", gradients)
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device: got {shown(device)}, expected a fusedconv.Device or None")
     if isinstance(target, ForwardProblem | BackwardProblem):
         if device is None:
             here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,6 +48,10 @@ def explain(
     else:
         if not callable(target):
             raise TypeError(f"target: got {shown(target)}, expected a problem or a callable")
+        if device is not None:
+            raise ValueError(
+                f"device: got {device}, expected None for a call, which runs where its tensors are"
+            )
         with torch.set_grad_enabled(gradients), record.recording() as calls:
             result = target(*args, **kwargs)
             if gradients:

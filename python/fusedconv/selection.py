@@ -108,10 +108,8 @@ def tune(problem: Problem, device: Device, kernels: Sequence[str] | None) -> Non
     the problem. Raises ValueError where names and parts differ in number."""
     if kernels is None:
         _tuned.pop((problem, device), None)
-    elif len(kernels) != len(problem.parts):
-        raise ValueError(
-            f"kernels: got {tuple(kernels)}, expected a name for each of {problem.parts}"
-        )
+    elif isinstance(kernels, str) or len(kernels) != len(problem.parts):
+        raise ValueError(f"kernels: got {kernels!r}, expected a name for each of {problem.parts}")
     else:
         _tuned[problem, device] = tuple(kernels)
     _plans.clear()

@@ -197,6 +197,15 @@ def test_rates_follow_from_what_a_data_sheet_says():
     assert cuda_device("new", 130, 100, **data, shared_kibibytes=100).fp16_flops == one.fp16_flops
 
 
+@pytest.mark.parametrize(("architecture", "cores"), [(75, 64), (80, 64), (86, 128), (87, 128)])
+def test_vector_units_of_an_architecture(architecture, cores):
+    record = cuda_device(
+        "any", architecture, 1, clock_megahertz=1000, dram_gigabytes=1, l2_megabytes=1,
+        shared_kibibytes=48,
+    )  # fmt: skip
+    assert record.fp32_flops == 2 * cores * 1e9
+
+
 def test_records_of_torchs_devices():
     assert device_record(torch.device("cpu")) is PROCESSOR
     assert str(PROCESSOR) == "processor"

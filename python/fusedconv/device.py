@@ -96,7 +96,7 @@ def cuda_device(
     clock = clock_megahertz * 1e6
     per_clock = _FLOPS_PER_CLOCK.get(architecture, _FLOPS_PER_CLOCK[_NEWEST])
     fp16 = per_clock * multiprocessors * clock
-    fp32 = (128 if architecture in (86, 89, 90, 120) or architecture >= 100 else 64) * 2.0
+    fp32 = (128 if architecture >= 86 else 64) * 2.0
     return Device(
         type="cuda",
         name=name,

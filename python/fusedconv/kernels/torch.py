@@ -78,8 +78,8 @@ class CostConstants:
     call: float
 
 
-#: Fitted by ``benchmarks/cost_model.py`` to operators timed on 120 problems; not so ``call``, and
-#: the normalisation of channels last, which lies between those and a far larger one.
+#: Fitted by ``benchmarks/cost_model.py`` to operators timed on 120 problems on an H200; not so
+#: ``call``, and the normalisation of channels last, which lies between those and a far larger one.
 COSTS = CostConstants(
     convolution={
         ("forward", False, 2): OperatorCost(3.74, 1.41, 5.95),

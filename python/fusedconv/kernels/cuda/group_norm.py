@@ -1,4 +1,7 @@
-"""GroupNorm alone on CUDA, activations fused: one pass where groups fit on chip, else two."""
+"""GroupNorm alone on CUDA, activations fused: one pass where groups fit on chip, else two.
+
+Costs, in launches and in passes over memory, were measured on an H200.
+"""
 
 from __future__ import annotations
 

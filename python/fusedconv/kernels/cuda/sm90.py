@@ -60,7 +60,7 @@ class CostConstants:
         return {"tf32": self.step_tf32, "fp32": self.step_fp32}.get(precision, self.step_16_bits)
 
 
-#: Fitted by ``benchmarks/cost_model.py`` to the measured times of every row.
+#: Fitted by ``benchmarks/cost_model.py`` to the times of every row, measured on an H200.
 COSTS = CostConstants(
     step_tf32=0.1411,
     step_fp32=0.4727,

@@ -19,7 +19,9 @@ from reference import (
     strided,
 )
 
+import fusedconv
 from fusedconv import ConvTransposeActNorm2d, functional
+from fusedconv.reference import epilogue_gradients
 
 
 def gradients(function, tensors, dtype):
@@ -334,3 +336,24 @@ def test_gradients_have_their_tensors_dtypes_before_autograd_casts_them(affine):
         torch.randn_like(output), mean, rstd, [True] * 3, *arguments
     )
     assert [grad.dtype for grad in grads] == [torch.bfloat16, affine, affine]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"), [(None, "none"), (lambda t: t.flatten(), r"shape \(\d+,\)")]
+)
+def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, monkeypatch):
+    """Autograd would name neither the kernel nor the gradient."""
+
+    def broken(problem, tensors):
+        found = epilogue_gradients(problem, tensors)
+        return found._replace(norm_weight=wrong and wrong(found.norm_weight[None].expand(2, -1)))
+
+    monkeypatch.setattr("fusedconv.kernels.torch.epilogue_gradients", broken)
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    scale = torch.randn(4, requires_grad=True)
+    output = functional.group_norm(x, 2, scale)
+    with pytest.raises(
+        fusedconv.KernelError,
+        match=rf"torch_epilogue_backward: got {got} for the gradient of weight, expected shape",
+    ):
+        output.sum().backward()

@@ -69,9 +69,19 @@ class Device:
         return f"{self.name} (sm_{self.architecture})" if self.architecture else self.name
 
 
-#: Products that a multiprocessor's tensor cores finish a clock, twice that in operations: 16-bit
-#: operands, by compute capability (the architectures' white papers). TF32 takes twice as long.
-_FLOPS_PER_CLOCK = {70: 1024, 75: 1024, 80: 2048, 86: 1024, 87: 1024, 89: 1024, 90: 4096}
+#: Operations that a multiprocessor's tensor cores finish a clock, by compute capability: 16-bit
+#: operands, sums in float32 (the architectures' white papers). TF32 takes twice as long.
+_FLOPS_PER_CLOCK = {
+    70: 1024,
+    75: 1024,
+    80: 2048,
+    86: 512,
+    87: 1024,
+    89: 512,
+    90: 4096,
+    100: 8192,
+    120: 512,
+}
 _NEWEST = 90
 
 #: Of a kernel launch, and of an operator call that a processor prepares.

@@ -68,6 +68,20 @@ class Gradients(NamedTuple):
     norm_bias: Tensor | None = None
     residual: Tensor | None = None
 
+    @staticmethod
+    def of_epilogue(
+        problem: BackwardProblem,
+        grad: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Gradients:
+        """``grad`` under the name of what the epilogue was computed from."""
+        found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias, residual=residual)
+        if problem.forward.conv is None:
+            return found._replace(input=grad)
+        return found._replace(conv_output=grad)
+
     def joined(self, other: Gradients) -> Gradients:
         return Gradients(*(a if b is None else b for a, b in zip(self, other, strict=True)))
 

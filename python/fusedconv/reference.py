@@ -157,21 +157,7 @@ def epilogue_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gr
                 "norm_bias" in wanted,
             ),
         )
-    return _of_epilogue(problem, grad, norm_weight, norm_bias)
-
-
-def _of_epilogue(
-    problem: BackwardProblem,
-    grad: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    residual: Tensor | None = None,
-) -> Gradients:
-    """``grad`` under the name of what the epilogue was computed from."""
-    found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias, residual=residual)
-    if problem.forward.conv is None:
-        return found._replace(input=grad)
-    return found._replace(conv_output=grad)
+    return Gradients.of_epilogue(problem, grad, norm_weight, norm_bias)
 
 
 def _norm_gradients(

@@ -14,6 +14,9 @@ from fusedconv.precision import COMPILED_DTYPES, dtype_name
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
+#: What a plan says first of an input that no kernel reads as it lies.
+CONTIGUOUS_STEP = "torch copy of the strided input to contiguous NCHW"
+
 
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import address, group_norm_problem, supports_compiled
+from fusedconv.kernels.compiled import (
+    CONTIGUOUS_STEP,
+    address,
+    group_norm_problem,
+    supports_compiled,
+)
 from fusedconv.layout import dense, layout_of
 from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
@@ -36,7 +41,7 @@ class CpuPlan(ForwardPlan):
         }
         steps = []
         if problem.layout == "strided" and problem.conv is None:
-            steps.append("torch copy of the strided input to contiguous NCHW")
+            steps.append(CONTIGUOUS_STEP)
         if problem.conv is not None:
             steps.append(f"torch.conv_transpose{len(problem.conv.kernel_size)}d (oneDNN)")
         fused = [form.before, "group_norm", form.after]

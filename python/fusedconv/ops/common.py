@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
+from fusedconv.errors import KernelError
 from fusedconv.layout import dense, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.plan import Outputs
@@ -30,15 +31,25 @@ Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | No
 
 
 def promised(
+    kernel: str,
+    name: str,
     input: Tensor,
     result: Tensor | None,
     like: Tensor | None,
     needed: bool,
     layout: str = "nchw",
 ) -> Tensor:
-    """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed."""
-    if not needed or result is None or like is None:
+    """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed.
+
+    Raises KernelError where ``kernel`` did not compute it, or in another shape.
+    """
+    if not needed or like is None:
         return input.new_empty((0,))
+    if result is None or result.shape != like.shape:
+        got = "none" if result is None else f"shape {tuple(result.shape)}"
+        raise KernelError(
+            f"{kernel}: got {got} for the gradient of {name}, expected shape {tuple(like.shape)}"
+        )
     return dense(result, layout).to(like.dtype)
 
 

@@ -114,7 +114,9 @@ def _backward(
     )
     layouts = (result_layout_of(input), *("nchw",) * 4)
     return tuple(
-        promised(input, getattr(found, name), getattr(call, name), needed, layout)
+        promised(
+            plan.kernel, name, input, getattr(found, name), getattr(call, name), needed, layout
+        )
         for name, needed, layout in zip(_DIFFERENTIABLE, output_mask, layouts, strict=True)
     )
 

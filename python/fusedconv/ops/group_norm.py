@@ -95,7 +95,9 @@ def _backward(
     )
     layouts = (result_layout_of(input), "nchw", "nchw")
     return tuple(
-        promised(input, getattr(found, gradient), getattr(call, name), needed, layout)
+        promised(
+            plan.kernel, name, input, getattr(found, gradient), getattr(call, name), needed, layout
+        )
         for gradient, name, needed, layout in zip(
             _GRADIENTS, _DIFFERENTIABLE, output_mask, layouts, strict=True
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem, supports_compiled
+from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
 from fusedconv.kernels.cuda.program import run_program, supports_device
 from fusedconv.layout import dense, dense_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
@@ -233,7 +233,7 @@ class GroupNormBackwardPlan(BackwardPlan):
         if problem.grad_layout != self._layout:
             copies.append(f"torch copy of the output's gradient to {self._layout}")
         if forward.conv is None and forward.layout == "strided":
-            copies.append("torch copy of the strided input to contiguous NCHW")
+            copies.append(CONTIGUOUS_STEP)
         self.steps = (*copies, *self._program.steps)
         self._shape = forward.output_shape
         self._strides = dense_strides(forward.output_shape, self._layout)
@@ -272,10 +272,7 @@ class GroupNormBackwardPlan(BackwardPlan):
             ),
             x,
         )
-        found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias)
-        if self.problem.forward.conv is None:
-            return found._replace(input=grad_input)
-        return found._replace(conv_output=grad_input)
+        return Gradients.of_epilogue(self.problem, grad_input, norm_weight, norm_bias)
 
 
 def kernels() -> list[Kernel]:

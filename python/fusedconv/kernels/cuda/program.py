@@ -11,7 +11,12 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import address, group_norm_problem, supports_compiled
+from fusedconv.kernels.compiled import (
+    CONTIGUOUS_STEP,
+    address,
+    group_norm_problem,
+    supports_compiled,
+)
 from fusedconv.layout import dense_strides
 from fusedconv.plan import ForwardKernel, ForwardPlan, Outputs
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
@@ -28,10 +33,6 @@ except ImportError:
 
     def raw_stream(device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-#: What a plan says first of an input that no kernel reads as it lies.
-CONTIGUOUS_STEP = "torch copy of the strided input to contiguous NCHW"
 
 
 # ---- conditions ----------------------------------------------------------------------------------

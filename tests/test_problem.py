@@ -71,7 +71,7 @@ def test_every_field_tells_backward_problems_apart(field):
 
 def test_stages_are_told_apart():
     assert Residual() == Residual()
-    assert len({Residual(), Bias(), RELU, SILU, Activation("relu", 0.1), GROUP, INSTANCE}) == 7
+    assert len({Residual(), Bias(), RELU, SILU, Activation("elu", 0.1), GROUP, INSTANCE}) == 7
 
 
 # ---- epilogues -----------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def test_epilogues_that_fused_kernels_have(stages, form):
         ((GROUP, Residual()), "no fused kernel has the stage residual"),
         ((Norm("layer", 0, 1e-5, True, True, None),), "has the normalisation layer_norm"),
         ((RELU, Norm("affine", 0, 0.0, True, True, None)), "has the normalisation affine_norm"),
-        ((Activation("relu", 0.1), GROUP), "has the activation relu(0.1)"),
+        ((Activation("leaky_relu", 0.1), GROUP), "has the activation leaky_relu(0.1)"),
+        ((GROUP, Activation("elu")), "has the activation elu"),
         ((RELU, SILU), "stages are relu -> silu; fused kernels have an activation, a normalis"),
         ((RELU, SILU, GROUP), "stages are relu -> silu -> group_norm 2; fused kernels have"),
         ((GROUP, RELU, SILU), "stages are group_norm 2 -> relu -> silu; fused kernels have"),

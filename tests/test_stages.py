@@ -8,7 +8,8 @@ from problems import backward_problem, geometry_of, problem
 from reference import ACTIVATIONS, LAYOUTS, cotangent, relative_error
 from torch.nn import functional as F
 
-from fusedconv import Activation, Bias, NoKernelError, Norm, Residual
+from fusedconv import Activation, Bias, Norm, Residual
+from fusedconv.activations import activate_by
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.kernels import built_in
 from fusedconv.kernels.torch import TorchEpilogueBackward, TorchForward
@@ -17,6 +18,7 @@ from fusedconv.precision import precisions_of
 from fusedconv.selection import choose
 
 RELU, GELU, SILU = (Activation(name) for name in ("relu", "gelu", "silu"))
+LEAKY, ELU = Activation("leaky_relu", 0.2), Activation("elu")
 BIAS, RESIDUAL = Bias(), Residual()
 
 
@@ -58,7 +60,11 @@ EPILOGUES = [
     (norm("layer", weight=False),),
     (norm("affine", weight=False), GELU),
     (norm("affine", bias=False),),
+    (BIAS, LEAKY, GROUP),
+    (GROUP, LEAKY),
+    (BIAS, LAYER, RESIDUAL, ELU),
 ]
+BY_HAND = {**ACTIVATIONS, "leaky_relu": lambda x: F.leaky_relu(x, 0.2), "elu": F.elu}
 #: A rounding or a few of the dtype; a nearly dead channel's deviation amplifies them.
 GRADIENT_LIMITS = {torch.float64: 2e-14, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 NAMES = ("input", "weight", "bias", "norm_weight", "norm_bias", "residual")
@@ -70,7 +76,7 @@ def by_hand(stages, x, norm_weight, norm_bias, residual):
         if isinstance(stage, Residual):
             x = x + residual
         elif isinstance(stage, Activation):
-            x = ACTIVATIONS[stage.name](x)
+            x = BY_HAND[stage.name](x)
         elif isinstance(stage, Norm):
             if norm_weight is None and norm_bias is not None:  # torch has no gradient of that
                 norm_weight = torch.ones_like(norm_bias)
@@ -232,12 +238,17 @@ def test_backward(stages, conv, dtype):
                     assert relative_error(value, expected[name]) < GRADIENT_LIMITS[dtype]
 
 
-def test_an_activation_with_a_parameter_is_refused_with_a_reason():
-    """None of those that are known has one."""
-    forward = problem(epilogue=(BIAS, Activation("relu", 0.25)), save=True)
+def test_what_has_a_parameter_is_said_and_composed():
+    for name, parameter in (("relu", 0.25), ("leaky_relu", float("nan"))):
+        with pytest.raises(ValueError, match="parameter: got"):
+            Activation(name, parameter)
+    forward = problem(epilogue=(BIAS, LEAKY), save=True)
     for asked in (forward, backward_problem(forward)):
-        with pytest.raises(NoKernelError, match=r"the activation relu\(0\.25\)"):
-            choose(asked, PROCESSOR)
+        for piece, candidate in choose(asked, KNOWN[90]).chosen:
+            assert candidate.kernel.provider == "torch", piece
+    x = torch.randn(5)
+    assert torch.equal(activate_by(x, "elu", None), F.elu(x))
+    assert torch.equal(activate_by(x, "leaky_relu", 0.5), F.leaky_relu(x, 0.5))
 
 
 def test_steps_name_every_stage():

@@ -7,6 +7,8 @@ operators compute it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,6 +17,13 @@ from fusedconv import _C
 
 #: "gelu" is the exact one, by erf; "identity" stands for none, which calls write as None.
 ACTIVATIONS = ("identity", "relu", "gelu", "gelu_tanh", "silu")
+
+#: Those with a parameter: torch's operator and the parameter's default. Stages of problems take
+#: them; functions, modules and compiled kernels do not.
+PARAMETRIC: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
+    "leaky_relu": (F.leaky_relu, 0.01),
+    "elu": (F.elu, 1.0),
+}
 
 #: Those that compiled kernels compute.
 COMPILED = {member.name: member for member in _C.Activation}
@@ -34,6 +43,14 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
         return F.silu(x)
     else:
         raise ValueError(f"activation: got {activation}, expected the name of one")
+
+
+def activate_by(x: Tensor, activation: str, parameter: float | None) -> Tensor:
+    """The same for those with a parameter too, None for its default."""
+    if activation in PARAMETRIC:
+        function, default = PARAMETRIC[activation]
+        return function(x, default if parameter is None else parameter)
+    return activate(x, activation)
 
 
 def activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:

@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import torch
 
-from fusedconv.activations import ACTIVATIONS
+from fusedconv.activations import ACTIVATIONS, PARAMETRIC
+from fusedconv.arguments import finite
 from fusedconv.layout import Layout, result_layout
 from fusedconv.norms import KINDS, Norm
 from fusedconv.precision import Precision, dtype_name
@@ -45,17 +46,21 @@ class Residual:
 
 @dataclass(frozen=True)
 class Activation:
-    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity"; ``parameter``
-    is the one that some activations have, such as a slope. Raises ValueError where ``name`` is
-    another."""
+    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity", or PARAMETRIC;
+    ``parameter`` is the one that the latter have, such as a slope, None for its default. Raises
+    ValueError where ``name`` is another, or has no parameter or not a finite one."""
 
     name: str
     parameter: float | None = None
 
     def __post_init__(self) -> None:
-        names = [name for name in ACTIVATIONS if name != "identity"]
+        names = [name for name in (*ACTIVATIONS, *PARAMETRIC) if name != "identity"]
         if self.name not in names:
             raise ValueError(f"name: got {self.name!r}, expected one of {', '.join(names)}")
+        if self.parameter is not None:
+            if self.name not in PARAMETRIC:
+                raise ValueError(f"parameter: got {self.parameter} for {self.name}, expected None")
+            finite("parameter", self.parameter)
 
     def __str__(self) -> str:
         return self.name if self.parameter is None else f"{self.name}({self.parameter:g})"
@@ -93,7 +98,7 @@ def act_norm_act(stages: Epilogue) -> ActNormAct | Support:
         del rest[0]
     named = [stage for stage in rest if isinstance(stage, Activation)]
     for activation in named:
-        if activation.parameter is not None:
+        if activation.name in PARAMETRIC:
             return Support.no(f"no fused kernel has the activation {activation}")
     norms = [stage for stage in rest if isinstance(stage, Norm)]
     for norm in norms:

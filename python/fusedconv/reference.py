@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedconv.activations import activate, activation_gradient
+from fusedconv.activations import activate, activate_by, activation_gradient
 from fusedconv.layout import dense
 from fusedconv.norms import (
     Norm,
@@ -117,7 +117,7 @@ def _epilogue(
                 assert residual is not None
                 x = x + residual
             case Activation():
-                x = activate(x, stage.name)
+                x = activate_by(x, stage.name, stage.parameter)
             case Norm():
                 x = x.to(problem.output_dtype)
                 if x.device.type == "cpu" and torch.is_grad_enabled():

@@ -129,14 +129,7 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
             return "torch add residual"
         case Norm():
             return KINDS[stage.kind].operator
-    return f"torch {stage.name}"
-
-
-def _supports(problem: ForwardProblem) -> Support:
-    for activation in problem.activations:
-        if activation.parameter is not None:
-            return Support.no(f"no operator of torch's is known for the activation {activation}")
-    return Support.yes()
+    return f"torch {stage}"
 
 
 class TorchPlan(ForwardPlan):
@@ -172,7 +165,7 @@ class TorchForward(ForwardKernel):
     provider = "torch"
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        return _supports(problem)
+        return Support.yes()
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
@@ -232,7 +225,7 @@ class TorchEpilogueBackward(BackwardKernel):
     computes = frozenset({"epilogue"})
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
-        return _supports(problem.forward)
+        return Support.yes()
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

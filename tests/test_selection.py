@@ -469,3 +469,14 @@ def test_the_reference_is_said_to_be_cheapest_where_it_is(registered, caplog, mo
     plan_for(PROBLEM, KNOWN[90])
     (line,) = log_lines(caplog)
     assert line == f"reference serves {PROBLEM} on H200 (sm_90): cheapest"
+
+
+def test_a_tuned_kernel_that_is_passed_over_is_logged(caplog):
+    tune(PROBLEM, HERE, ["nowhere"])
+    try:
+        with caplog.at_level(logging.INFO, logger="fusedconv"):
+            assert choose(PROBLEM, HERE).by == "cost"
+    finally:
+        tune(PROBLEM, HERE, None)
+    assert "tuned kernel nowhere is passed over" in caplog.text
+    assert "no kernel that computes this has the name" in caplog.text

@@ -281,3 +281,12 @@ def test_torch_serves_every_epilogue_and_others_say_what_they_do_not(stages, con
             if set(asked.parts) <= kernel.computes:
                 support = kernel.supports(asked, record)
                 assert support if kernel.provider == "torch" else support or support.reason
+
+
+def test_a_residual_that_is_not_given_is_named():
+    x = torch.randn(2, 3, 4, 4)
+    plan = TorchForward().compile(problem(conv=None, channels=3, epilogue=(RESIDUAL,)), PROCESSOR)
+    with pytest.raises(
+        ValueError, match=r"residual: got None, expected a tensor of \(2, 3, 4, 4\)"
+    ):
+        plan.run(x, None, None, None, None)

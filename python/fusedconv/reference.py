@@ -114,7 +114,8 @@ def _epilogue(
             case Bias():
                 pass  # the convolution's
             case Residual():
-                assert residual is not None
+                if residual is None:
+                    raise ValueError(f"residual: got None, expected a tensor of {tuple(x.shape)}")
                 x = x + residual
             case Activation():
                 x = activate_by(x, stage.name, stage.parameter)

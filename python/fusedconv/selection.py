@@ -105,7 +105,8 @@ def forced_kernels() -> str | None:
 def tune(problem: Problem, device: Device, kernels: Sequence[str] | None) -> None:
     """Records which kernel was measured to be the fastest for each of the problem's parts, in their
     order; None forgets it. The choice holds where FUSEDCONV_KERNEL is silent and the kernels serve
-    the problem. Raises ValueError where names and parts differ in number."""
+    the problem; a log line says where they do not. Raises ValueError where names and parts differ
+    in number."""
     if kernels is None:
         _tuned.pop((problem, device), None)
     elif isinstance(kernels, str) or len(kernels) != len(problem.parts):
@@ -200,8 +201,11 @@ def _by_tuning(problem: Problem, device: Device, known: Registry) -> Choice | No
     chosen = []
     for name, group in groupby(zip(names, problem.parts, strict=True), key=lambda pair: pair[0]):
         piece = _restricted(problem, [part for _, part in group])
-        found = [c for c in known.candidates(piece, device) if c.kernel.name == name and c.support]
-        if not found:
+        found = [c for c in known.candidates(piece, device) if c.kernel.name == name]
+        if not found or not found[0].support:
+            why = found[0].support.reason if found else "no kernel that computes this has the name"
+            message = "tuned kernel %s is passed over for %s on %s: %s"
+            log_once((name, piece, device), message, name, piece, device, why)
             return None
         chosen.append((piece, found[0]))
     return Choice(tuple(chosen), "tuned")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from fusedconv.problem import (
     BackwardProblem,
     ConvTransposeGeometry,
     ForwardProblem,
+    Problem,
     epilogue,
 )
 from fusedconv.recording import record
@@ -181,6 +182,14 @@ def _hashable(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _planned(problem: Problem, device: torch.device, key: Hashable) -> Any:
+    """The plan of a problem, kept under the key of its call and noted where somebody records."""
+    where = device_record(device)
+    plan = plan_for(problem, where, key)
+    record.note(problem, where)
+    return plan
+
+
 def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     """The plan of a call; arguments are validated when their combination is seen first.
 
@@ -192,7 +201,7 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
         validation.check_input(input)
     if input.dtype is torch.float32:
         precision = resolve_precision(torch.float32, input.device.type, precision)
-    aligned = input.data_ptr() & 15 == 0
+    aligned = _is_aligned(input)
     key = (
         input.shape,
         input.stride(),
@@ -212,10 +221,7 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     )
     plan: Any = cached(key)
     if plan is None or record.active:
-        problem = call.problem(save, aligned)
-        device = device_record(input.device)
-        plan = plan_for(problem, device, key)
-        record.note(problem, device)
+        plan = _planned(call.problem(save, aligned), input.device, key)
     return plan
 
 
@@ -224,7 +230,7 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
     input, num_groups, weight, bias, eps, activation, order, output_dtype = call
     if input.layout is not torch.strided:
         validation.check_input(input)
-    aligned = input.data_ptr() & 15 == 0
+    aligned = _is_aligned(input)
     key = (
         input.shape,
         input.stride(),
@@ -243,10 +249,7 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
     )
     plan: Any = cached(key)
     if plan is None or record.active:
-        problem = call.problem(save, aligned)
-        device = device_record(input.device)
-        plan = plan_for(problem, device, key)
-        record.note(problem, device)
+        plan = _planned(call.problem(save, aligned), input.device, key)
     return plan
 
 
@@ -314,7 +317,5 @@ def backward_plan(
             aligned=all(map(operator.or_, aligned, copied)),
             gradients=wanted,
         )
-        device = device_record(call.input.device)
-        plan = plan_for(problem, device, key)
-        record.note(problem, device)
+        plan = _planned(problem, call.input.device, key)
     return plan

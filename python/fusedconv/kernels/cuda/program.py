@@ -37,11 +37,13 @@ except ImportError:
 
 # ---- conditions ----------------------------------------------------------------------------------
 
+_WITHOUT_CUDA = Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
+
 
 def supports_device(device: Device) -> Support:
     """The conditions on the device that every CUDA kernel of ours has in common."""
     if not HAS_CUDA:
-        return Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
+        return _WITHOUT_CUDA
     if device.type != "cuda":
         return Support.no(f"runs on CUDA, the input is on {device.type}")
     capability = _capability(device.architecture)
@@ -129,7 +131,7 @@ class _NotBuilt:
 
     def _refusal(self) -> Support:
         if not HAS_CUDA:
-            return Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
+            return _WITHOUT_CUDA
         return Support.no(f"this build lacks the family {self.provider} (see `fusedconv info`)")
 
 

@@ -264,10 +264,12 @@ def test_activations_at_their_extremes(activation):
     assert_as_accurate_as_torch(actual, torchs, exact)
     # Each value by itself: approximations fail far out in the tails, where a norm does not see it.
     # There the exponent, x^2 / 2 or about x^3 / 14, magnifies a rounding of x by its own slope.
+    # GELU's tail is exact to a rounding of x, which is what torch's cancels to.
     exact = UNCANCELLED.get(activation, ACTIVATIONS[activation])(x.double())
     far = x.double().abs()
     error = (actual[0, :, 0].double() - exact).abs()
-    assert (error <= 4e-7 * (1 + far**2 + far**3 / 4) * exact.abs() + 1e-36).all()
+    close = error <= 4e-7 * (1 + far**2 + far**3 / 4) * exact.abs() + 1e-36
+    assert (close | (error <= (3e-8 * far if activation == "gelu" else 0.0))).all()
     assert actual.isfinite().all()
 
 
@@ -381,7 +383,8 @@ def test_calls_from_many_threads():
 # ---- what it serves and what it says -------------------------------------------------------------
 
 
-def test_behind_torchs_convolution():
+def test_behind_torchs_convolution(force):
+    force("cpu_conv_transpose")
     x, weight = values((2, 6, 9, 7), torch.float32), values((6, 8, 3, 3), torch.float32, 3)
     for place in (lambda t: t, channels_last):
         actual = fusedconv.functional.conv_transpose_act_norm(
@@ -410,10 +413,10 @@ def test_a_copy_is_a_visible_step():
             lambda: fusedconv.functional.conv_transpose_act_norm(
                 torch.ones(1, 2, 3), torch.ones(2, 2, 3)
             ),
-            "there is no GroupNorm",
+            "there is a convolution",
         ),
     ],
-    ids=["float64", "empty", "no norm"],
+    ids=["float64", "empty", "convolution"],
 )
 def test_what_it_does_not_serve_has_a_reason(call, reason):
     with pytest.raises(fusedconv.NoKernelError, match=f"cpu_group_norm: .*{reason}"):

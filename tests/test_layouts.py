@@ -13,7 +13,8 @@ from reference import LAYOUTS, channels_last, is_channels_last, memory_at, strid
 from systems import MODULES, SPATIAL, perturbed
 
 from fusedconv import ConvTransposeActNorm2d, GroupNorm
-from fusedconv.kernels.cpu import CpuPlan
+from fusedconv.kernels.cpu.conv_transpose import ConvTransposePlan
+from fusedconv.kernels.cpu.group_norm import GroupNormPlan
 from fusedconv.layout import dense, dense_strides, empty, layout_of, result_layout_of
 
 # ---- reading and making them ---------------------------------------------------------------------
@@ -139,13 +140,16 @@ def test_one_plan_does_not_serve_another_layout_or_alignment(monkeypatch):
     aligned = memory_at(x, 0)
     assert aligned.data_ptr() % 16 == 0
     ran = []
-    run = CpuPlan.run
 
-    def spy(plan, *tensors):
-        ran.append(plan.problem)
-        return run(plan, *tensors)
+    def spied(run):
+        def spy(plan, *tensors):
+            ran.append(plan.problem)
+            return run(plan, *tensors)
 
-    monkeypatch.setattr(CpuPlan, "run", spy)
+        return spy
+
+    for plan in (ConvTransposePlan, GroupNormPlan):
+        monkeypatch.setattr(plan, "run", spied(plan.run))
     inputs = [
         (aligned, "nchw", True),
         (memory_at(x, 4), "nchw", False),

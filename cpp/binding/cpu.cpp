@@ -1,11 +1,20 @@
 // Kernels of the processor.
+#include <pybind11/stl.h>
+
 #include "binding/binding.hpp"
 #include "cpu/group_norm.hpp"
+#include "cpu/loops.hpp"
 
 namespace fusedconv::binding {
 
 void bind_cpu(py::module_& m) {
   py::module_ room = m.def_submodule("cpu", "Kernels of the processor.");
+  room.def("instruction_sets", cpu::instruction_sets,
+           "Instruction sets that the build and this processor have, the widest first.");
+  room.def(
+      "instruction_set", [] { return cpu::loops().instruction_set; },
+      "The one in use; the environment variable FUSEDCONV_INSTRUCTION_SET names another.");
+  // Positional: names take longer than the kernel does on a small tensor.
   room.def(
       "group_norm",
       [](GroupNormProblem const& problem, uintptr_t input, uintptr_t output, uintptr_t weight,
@@ -19,10 +28,41 @@ void bind_cpu(py::module_& m) {
         py::gil_scoped_release const release;
         cpu::group_norm(problem, tensors, threads);
       },
-      py::arg("problem"), py::kw_only(), py::arg("input"), py::arg("output"), py::arg("weight"),
-      py::arg("bias"), py::arg("mean"), py::arg("rstd"), py::arg("threads"),
+      py::arg("problem"), py::arg("input"), py::arg("output"), py::arg("weight"), py::arg("bias"),
+      py::arg("mean"), py::arg("rstd"), py::arg("threads"),
       "Activation, GroupNorm, activation. Addresses of dense tensors; 0 where weight, bias, mean "
       "or rstd is absent.");
+  room.def(
+      "activate",
+      [](GroupNormProblem const& problem, uintptr_t input, uintptr_t output, int threads) {
+        py::gil_scoped_release const release;
+        cpu::activate(problem, address<void>(input), address<void>(output), threads);
+      },
+      py::arg("problem"), py::arg("input"), py::arg("output"), py::arg("threads"),
+      "Activations, layout and dtype of a problem without its normalisation. Addresses of dense "
+      "tensors.");
+  room.def(
+      "group_norm_gradients",
+      [](GroupNormProblem const& problem, uintptr_t grad_output, uintptr_t input, uintptr_t mean,
+         uintptr_t rstd, uintptr_t weight, uintptr_t bias, uintptr_t grad_input,
+         uintptr_t grad_weight, uintptr_t grad_bias, int threads) {
+        cpu::GradientTensors const tensors{.grad_output = address<void>(grad_output),
+                                           .input = address<void>(input),
+                                           .mean = address<float>(mean),
+                                           .rstd = address<float>(rstd),
+                                           .weight = address<void>(weight),
+                                           .bias = address<void>(bias),
+                                           .grad_input = address<void>(grad_input),
+                                           .grad_weight = address<float>(grad_weight),
+                                           .grad_bias = address<float>(grad_bias)};
+        py::gil_scoped_release const release;
+        cpu::group_norm_gradients(problem, tensors, threads);
+      },
+      py::arg("problem"), py::arg("grad_output"), py::arg("input"), py::arg("mean"),
+      py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("grad_input"),
+      py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"),
+      "The gradients of it. Addresses of dense tensors; 0 where weight or bias is absent or a "
+      "gradient is not wanted.");
 }
 
 }  // namespace fusedconv::binding

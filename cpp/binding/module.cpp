@@ -1,4 +1,5 @@
 // The Python module fusedconv._C: tensors arrive as addresses, sizes and strides; no torch here.
+#include <cstdlib>
 #include <sstream>
 #include <string>
 
@@ -64,6 +65,13 @@ PYBIND11_MODULE(_C, m) {
   using namespace fusedconv::binding;
   m.doc() = "Compiled kernels of fusedconv.";
   m.attr("build") = build_info();
+  m.def(
+      "environment_variable",
+      [](char const* name) -> py::object {
+        char const* const value = std::getenv(name);
+        return value == nullptr ? py::none() : py::object(py::str(value));
+      },
+      py::arg("name"), "The value of an environment variable, None where it is not set.");
   bind_errors(m);
   bind_types(m);
   bind_cpu(m);

@@ -1,341 +1,407 @@
-// GroupNorm for processors. The procedure:
-//   1. Cut the tensor into units, contiguous runs with statistics of their own: one (sample, group)
-//      when channels come first, one sample with all its groups when channels come last. Cut units
-//      into parts, parts into blocks that stay in the first-level cache. No cut depends on the
-//      number of threads, so neither do the bits of the result.
-//   2. Moments of a part: a block is widened to float32, activated, and seen as rows of `lanes`
-//      elements, the lanes a multiple of the channels. Each lane takes its mean over the rows, then
-//      sums deviations and their squares (two passes, the second in cache), and merges into the
-//      lane's running (mean, M2) by Chan's formula. At the end lanes merge into groups.
-//   3. Moments of a unit: the parts' moments merge in order.
-//   4. Normalise the part: apply the affine map to the activated elements, activate, narrow.
-// Threads take whole units where those divide evenly, else share the parts of a wave of units: so
-// few that step 4 finds its input in cache.
+// GroupNorm for processors. Moments of a part are sums about a pivot, the mean of the part's first
+// elements: by the share of the part that those are, the pivot's distance from the mean is bounded
+// in standard deviations, so that a large mean costs no accuracy. Parts merge in order by Chan's
+// formula, in double. Then each part gets its affine map and activation. An activation in front is
+// computed once where what it gives stays in cache, else twice. Where the output has the other
+// layout, tiles of it turn in cache.
 #include "cpu/group_norm.hpp"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <limits>
-#include <memory>
-#include <new>
-#include <numeric>
-#include <optional>
-#include <vector>
 
-#include "cpu/loops.hpp"
+#include "cpu/schedule.hpp"
 #include "fusedconv/check.hpp"
-
-#ifdef _OPENMP
-#define FUSEDCONV_OMP(directive) _Pragma(#directive)
-#else
-#define FUSEDCONV_OMP(directive)
-#endif
 
 namespace fusedconv::cpu {
 namespace {
 
-constexpr int64_t kVector = 16;              // float32 in the widest register
-constexpr int64_t kLanes = 4 * kVector;      // at least: independent sums hide the adder's latency
-constexpr int64_t kMaxLanes = 2048;          // when channels repeat to fill whole vectors
-constexpr int64_t kBlock = 8192;             // 32 KiB of float32
-constexpr int64_t kBlockRows = 16;           // at least: Chan's merge is paid once per block
-constexpr int64_t kPart = 16384;             // a task
-constexpr int64_t kPartRows = 32;            // at least, so that partial moments stay few
-constexpr int64_t kWavePerThread = 1 << 17;  // input and output of a thread's share: about 1 MiB
-constexpr int64_t kMaxKept = 1 << 21;        // 8 MiB of float32 for each thread
-constexpr int64_t kMinPerThread = 8192;      // below, starting a thread costs more than it saves
+constexpr int64_t kPivot = 512;        // elements of a run whose mean is the pivot
+constexpr int64_t kPivotRows = 4;      // the same for rows
+constexpr int64_t kTile = 8192;        // elements of a tile: 32 KiB of float32
+constexpr int64_t kTilePixels = 64;    // at most
+constexpr int64_t kMaxKept = 1 << 18;  // elements of a unit: 1 MiB of float32
 
-// ---- The problem, cut up ----
-
-struct Statistics {
+struct Moments {
   double mean = 0.0;
-  double rstd = 0.0;
+  double m2 = 0.0;  // the sum of squared deviations
 };
 
-// Uninitialised, aligned so that no vector straddles two cache lines.
-template <class T>
-class Buffer {
+// The sums of a group about a pivot; `sums` are of x - pivot and its square.
+Moments moments_about(double pivot, double const (&sums)[2], double count) {
+  double const shift = sums[0] / count;
+  return {pivot + shift, std::max(0.0, sums[1] - shift * sums[0])};
+}
+
+class Forward {
  public:
-  explicit Buffer(int64_t count)
-      : data_(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64}))) {}
-  T* get() const { return data_.get(); }
-  T& operator[](int64_t index) const { return data_.get()[index]; }
-
- private:
-  struct Delete {
-    void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
-  };
-  std::unique_ptr<T, Delete> data_;
-};
-
-// What one thread needs; made before the parallel region, in which nothing may throw.
-struct Workspace {
-  int64_t block, lanes, channels;
-  Buffer<float> input{block}, output{block};
-  Buffer<float> center{lanes}, deviation{lanes}, square{lanes};
-  Buffer<double> lane_mean{lanes}, lane_m2{lanes}, lane_rows{lanes};
-  Buffer<float> mean{channels}, scale{channels}, shift{channels};  // of the affine map
-};
-
-class Run {
- public:
-  Run(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads)
-      : problem_(problem), tensors_(tensors), last_(problem.input_layout == Layout::kChannelsLast) {
-    period_ = last_ ? problem.channels : 1;
-    groups_ = last_ ? problem.groups : 1;
-    units_ = last_ ? problem.batch : problem.batch * problem.groups;
-    length_ = last_ ? problem.channels * problem.pixels : problem.group_size();
-    // Channels repeat until a row of lanes is long enough and, if possible, made of whole vectors.
-    int64_t const repeats = ceil_div(kLanes, period_);
-    int64_t const whole = round_up(repeats, kVector / std::gcd(kVector, period_));
-    lanes_ = std::min(length_, period_ * (period_ * whole <= kMaxLanes ? whole : repeats));
-    block_ = lanes_ * std::max(kBlockRows, kBlock / lanes_);
-    int64_t const rows = ceil_div(length_, lanes_);
-    int64_t const pieces = ceil_div(rows, std::max(kPartRows, kPart / lanes_));
-    part_ = ceil_div(rows, pieces) * lanes_;
-    parts_ = ceil_div(length_, part_);
-    int64_t const elements = units_ * length_;
-    threads_ = std::min(
-        {static_cast<int64_t>(threads), units_ * parts_, ceil_div(elements, kMinPerThread)});
-    whole_ = units_ % threads_ == 0 || units_ >= 8 * threads_;
-    int64_t const wave = threads_ * kWavePerThread / length_;
-    places_ = whole_ ? threads_ : std::clamp<int64_t>(wave, 1, units_);
-
-    // What an activation gave is kept: in the output if that is float32, else in a buffer. A large
-    // unit is cheaper to activate again.
-    bool const wide = problem.dtype == DType::kFloat32;
-    bool const fits = places_ * length_ <= threads_ * kMaxKept;
-    keeps_ = problem.activation_before != Activation::kIdentity && (wide || fits);
-    if (keeps_ && !wide) kept_.emplace(places_ * length_);
-    partial_.resize(places_ * parts_ * groups_);
-    total_.resize(places_ * groups_);
-    read_affine(tensors.weight, weight_);
-    read_affine(tensors.bias, bias_);
-    workspaces_.reserve(threads_);
-    for (int64_t thread = 0; thread < threads_; ++thread) {
-      workspaces_.push_back({block_, lanes_, last_ ? lanes_ : problem.channels_per_group()});
-    }
+  Forward(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads,
+          bool normalises)
+      : problem_(problem),
+        tensors_(tensors),
+        normalises_(normalises),
+        // With one pixel or channel the layouts are the same.
+        last_(problem.input_layout == Layout::kChannelsLast || problem.pixels == 1),
+        turns_(problem.input_layout != problem.output_layout && problem.pixels > 1 &&
+               problem.channels > 1),
+        groups_(last_ || turns_ ? problem.groups : 1),
+        channels_(problem.channels_per_group() * groups_),
+        length_(channels_ * problem.pixels),
+        rows_(problem.channels, problem.channels * problem.pixels),
+        planes_(channels_, problem.pixels),
+        pieces_(ceil_div(problem.group_size(), kPart)),
+        tile_pixels_(tile_pixels()),
+        turned_parts_(ceil_div(problem.pixels, std::max(tile_pixels_, kPart / channels_))),
+        reads_(!normalises ? 0
+               : last_     ? rows_.parts
+                           : groups_ * pieces_),
+        writes_(last_    ? rows_.parts
+                : turns_ ? turned_parts_
+                         : planes_.parts),
+        schedule_(problem.batch * problem.groups / groups_, length_, reads_, writes_, threads),
+        keeps_(normalises && is_costly(problem.activation_before) && length_ <= kMaxKept),
+        kept_(keeps_ ? schedule_.places() * length_ : 0),
+        dtype_(keeps_ ? DType::kFloat32 : problem.dtype),
+        before_(keeps_ ? Activation::kIdentity : problem.activation_before),
+        moments_(schedule_.places() * reads_ * (last_ ? groups_ : 1)),
+        maps_(schedule_.places() * 3 * map_length()),
+        lanes_(schedule_.threads() * (last_ ? 3 * (rows_.lanes + kRoom) : 0)),
+        both_(before_ != Activation::kIdentity &&
+              problem.activation_after != Activation::kIdentity),
+        tile_size_(turns_ ? channels_ * tile_pixels_ : std::max(kTile, rows_.lanes)),
+        tiles_(turns_ || both_ ? schedule_.threads() * 2 * tile_size_ : 0),
+        affine_(2 * problem.channels) {
+    read_affine(problem.affine_dtype, tensors.weight, problem.channels, 1.0f, affine_.get());
+    read_affine(problem.affine_dtype, tensors.bias, problem.channels, 0.0f,
+                affine_.get() + problem.channels);
   }
 
   void run() {
-    FUSEDCONV_OMP(omp parallel num_threads(static_cast<int>(threads_))) {
-#ifdef _OPENMP
-      int64_t const thread = omp_get_thread_num();
-#else
-      int64_t const thread = 0;
-#endif
-      whole_ ? run_units(thread) : run_waves(thread);
-    }
+    schedule_.run([this](auto... where) { take_moments(where...); },
+                  [this](auto... where) { merge(where...); },
+                  [this](auto... where) { normalise(where...); });
   }
 
  private:
-  void run_units(int64_t thread) {
-    FUSEDCONV_OMP(omp for schedule(static))
-    for (int64_t unit = 0; unit < units_; ++unit) {
-      for (int64_t part = 0; part < parts_; ++part) take_moments(unit, thread, part, thread);
-      merge_parts(unit, thread);
-      for (int64_t part = 0; part < parts_; ++part) normalise(unit, thread, part, thread);
-    }
+  // Whether computing it twice takes longer than keeping it.
+  static bool is_costly(Activation activation) {
+    return activation != Activation::kIdentity && activation != Activation::kRelu;
   }
 
-  void run_waves(int64_t thread) {
-    for (int64_t first = 0; first < units_; first += places_) {
-      int64_t const units = std::min(places_, units_ - first);
-      // Both static loops over tasks give a thread the same parts: its cache holds the second's.
-      FUSEDCONV_OMP(omp for schedule(static))
-      for (int64_t task = 0; task < units * parts_; ++task) {
-        int64_t const place = task / parts_;
-        take_moments(first + place, place, task % parts_, thread);
-      }
-      FUSEDCONV_OMP(omp for schedule(static))
-      for (int64_t place = 0; place < units; ++place) merge_parts(first + place, place);
-      FUSEDCONV_OMP(omp for schedule(static))
-      for (int64_t task = 0; task < units * parts_; ++task) {
-        int64_t const place = task / parts_;
-        normalise(first + place, place, task % parts_, thread);
-      }
-    }
+  // Elements of a unit: as they were given, or activated and kept. dtype_ and before_ are theirs.
+  void const* source(int64_t unit, int64_t place, int64_t offset) const {
+    return keeps_ ? kept_.get() + place * length_ + offset
+                  : at(tensors_.input, problem_.dtype, unit * length_ + offset);
+  }
+  void keep(int64_t unit, int64_t place, int64_t offset, int64_t count) const {
+    if (!keeps_) return;
+    int const activation = place_of(problem_.activation_before, Activation::kIdentity);
+    loops_.apply_to_run[index_of(problem_.dtype)][kFloat][activation](
+        at(tensors_.input, problem_.dtype, unit * length_ + offset),
+        kept_.get() + place * length_ + offset, count, 0.0f, 1.0f, 0.0f);
   }
 
-  void read_affine(void const* from, std::vector<float>& to) const {
-    if (from != nullptr) widen(problem_.affine_dtype, from, 0, to.data(), problem_.channels);
-  }
-
-  int64_t part_end(int64_t part) const { return std::min(length_, (part + 1) * part_); }
-
-  // The input from `offset` on, as activated float32: where it lies, if it is that, else in `to`.
-  float const* load(int64_t offset, int64_t count, float* to) const {
-    Activation const activation = problem_.activation_before;
-    float const* x = to;
-    if (problem_.dtype == DType::kFloat32) {
-      x = static_cast<float const*>(tensors_.input) + offset;
-      if (activation == Activation::kIdentity) return x;
-    } else {
-      widen(problem_.dtype, tensors_.input, offset, to, count);
-    }
-    activate(activation, x, to, count);
-    return to;
-  }
-
-  // Where activated elements are kept.
-  float* kept(int64_t unit, int64_t place, int64_t offset) const {
-    return kept_ ? kept_->get() + place * length_ + offset
-                 : static_cast<float*>(tensors_.output) + unit * length_ + offset;
-  }
+  // ---- Moments ----
 
   void take_moments(int64_t unit, int64_t place, int64_t part, int64_t thread) {
-    Workspace const& work = workspaces_[thread];
-    int64_t const begin = part * part_;
-    int64_t const end = part_end(part);
-    int64_t const base = unit * length_;
-    std::fill_n(work.lane_mean.get(), lanes_, 0.0);
-    std::fill_n(work.lane_m2.get(), lanes_, 0.0);
-    int64_t rows_before = 0;
-    auto add = [&](float const* x, int64_t rows, int64_t lanes) {
-      add_block(x, rows, lanes, static_cast<double>(rows_before), work.center.get(),
-                work.deviation.get(), work.square.get(), work.lane_mean.get(), work.lane_m2.get());
-    };
-    for (int64_t offset = begin; offset < end; offset += block_) {
-      int64_t const count = std::min(block_, end - offset);
-      float const* const x =
-          load(base + offset, count, keeps_ ? kept(unit, place, offset) : work.input.get());
-      int64_t const rows = count / lanes_;
-      if (rows > 0) add(x, rows, lanes_);
-      rows_before += rows;
-      // Only the unit's last block can end within a row: the first lanes count one row more.
-      if (count % lanes_ != 0) add(x + rows * lanes_, 1, count % lanes_);
-    }
-    double* const rows = work.lane_rows.get();
-    int64_t const longer = (end - begin) % lanes_;
-    std::fill_n(rows, longer, static_cast<double>(rows_before + 1));
-    std::fill_n(rows + longer, lanes_ - longer, static_cast<double>(rows_before));
-    // A group's lanes: its channels in each repetition, or all lanes when there is one group.
-    int64_t const stride = groups_ == 1 ? lanes_ : period_;
-    int64_t const run = stride / groups_;
+    last_ ? take_moments_of_rows(unit, place, part, thread)
+          : take_moments_of_run(unit, place, part);
+  }
+
+  void take_moments_of_run(int64_t unit, int64_t place, int64_t part) {
+    auto* const loop = loops_.moments_of_run[index_of(dtype_)][index_of(before_)];
+    int64_t const size = problem_.group_size();
+    int64_t const begin = part % pieces_ * piece(size);
+    int64_t const count = std::min(piece(size), size - begin);
+    int64_t const offset = part / pieces_ * size + begin;
+    keep(unit, place, offset, count);
+    void const* const x = source(unit, place, offset);
+    double first[2] = {}, sums[2] = {};
+    int64_t const head = std::min(kPivot, count);
+    loop(x, head, 0.0f, first);
+    float const pivot = static_cast<float>(first[0] / static_cast<double>(head));
+    loop(x, count, pivot, sums);
+    moments_[place * reads_ + part] = moments_about(pivot, sums, static_cast<double>(count));
+  }
+
+  int64_t piece(int64_t size) const { return ceil_div(size, pieces_); }
+
+  void take_moments_of_rows(int64_t unit, int64_t place, int64_t part, int64_t thread) {
+    auto* const loop = loops_.moments_of_rows[index_of(dtype_)][index_of(before_)];
+    int64_t const lanes = rows_.lanes;
+    float* const pivot = lanes_.get() + thread * 3 * (lanes + kRoom);
+    float* const sum = pivot + lanes + kRoom;
+    float* const square = sum + lanes + kRoom;
+    int64_t const begin = part * rows_.elements_of_part;
+    int64_t const count = std::min(rows_.elements_of_part, length_ - begin);
+    keep(unit, place, begin, count);
+    void const* const x = source(unit, place, begin);
+    Moments* const found = &moments_[(place * reads_ + part) * groups_];
+    int64_t const head = std::min(count, kPivotRows * lanes);
+    std::fill_n(pivot, lanes, 0.0f);
+    loop(x, head, lanes, pivot, sum, square);
     for (int64_t group = 0; group < groups_; ++group) {
-      partial_[(place * parts_ + part) * groups_ + group] =
-          merge_lanes(group * run, lanes_, stride, run, (end - begin) / groups_, rows,
-                      work.lane_mean.get(), work.lane_m2.get());
+      double const mean = sum_of_group(sum, group, head) / static_cast<double>(head / groups_);
+      found[group].mean = static_cast<float>(mean);
+    }
+    for_each_run(lanes, [&](int64_t group, int64_t lane, int64_t run) {
+      std::fill_n(pivot + lane, run, static_cast<float>(found[group].mean));
+    });
+    loop(x, count, lanes, pivot, sum, square);
+    for (int64_t group = 0; group < groups_; ++group) {
+      double const sums[2] = {sum_of_group(sum, group, count), sum_of_group(square, group, count)};
+      found[group] = moments_about(found[group].mean, sums, static_cast<double>(count / groups_));
     }
   }
 
-  void merge_parts(int64_t unit, int64_t place) {
-    for (int64_t group = 0; group < groups_; ++group) {
-      Moments const* const from = &partial_[place * parts_ * groups_ + group];
-      Moments sum;
-      for (int64_t part = 0; part < parts_; ++part) {
-        double const elements = static_cast<double>(part_end(part) - part * part_);
-        sum.mean += elements * from[part * groups_].mean;
-      }
-      sum.mean /= static_cast<double>(length_);
-      for (int64_t part = 0; part < parts_; ++part) {
-        double const elements = static_cast<double>((part_end(part) - part * part_) / groups_);
-        double const delta = from[part * groups_].mean - sum.mean;
-        sum.m2 += from[part * groups_].m2 + elements * delta * delta;
-      }
-      double const variance = sum.m2 * static_cast<double>(groups_) / static_cast<double>(length_);
-      // Rounding may leave a constant group a variance just below zero.
-      double const rstd = 1.0 / std::sqrt((variance < 0.0 ? 0.0 : variance) + problem_.eps);
-      total_[place * groups_ + group] = {sum.mean, rstd};
-      int64_t const index = unit * groups_ + group;
-      if (tensors_.mean != nullptr) tensors_.mean[index] = static_cast<float>(sum.mean);
-      if (tensors_.rstd != nullptr) tensors_.rstd[index] = static_cast<float>(rstd);
+  // Calls body(group, first lane, lanes) for each pixel and group in a row.
+  template <class Body>
+  void for_each_run(int64_t lanes, Body body) const {
+    int64_t const run = problem_.channels_per_group();
+    int64_t group = 0;
+    for (int64_t lane = 0; lane < lanes; lane += run) {
+      body(group, lane, run);
+      if (++group == groups_) group = 0;
     }
   }
+
+  // The sum of a group's lanes in `count` elements.
+  double sum_of_group(float const* lane_sums, int64_t group, int64_t count) const {
+    int64_t const run = problem_.channels_per_group();
+    int64_t const lanes = std::min(rows_.lanes, count);
+    double sum[4] = {};
+    for (int64_t first = group * run; first < lanes; first += problem_.channels) {
+      int64_t i = 0;
+      for (; i + 4 <= run; i += 4) {
+        for (int k = 0; k < 4; ++k) sum[k] += static_cast<double>(lane_sums[first + i + k]);
+      }
+      for (; i < run; ++i) sum[0] += static_cast<double>(lane_sums[first + i]);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+
+  // ---- Statistics ----
+
+  double elements_of_part(int64_t part) const {
+    if (last_) {
+      int64_t const begin = part * rows_.elements_of_part;
+      return static_cast<double>(std::min(rows_.elements_of_part, length_ - begin) / groups_);
+    }
+    int64_t const size = problem_.group_size();
+    return static_cast<double>(std::min(piece(size), size - part * piece(size)));
+  }
+
+  void merge(int64_t unit, int64_t place) {
+    if (!normalises_) {
+      for (int64_t group = 0; group < groups_; ++group) {
+        map_group(group, place, unit * groups_ + group, 0.0, 1.0);
+      }
+      return;
+    }
+    int64_t const parts = last_ ? rows_.parts : pieces_;
+    double const size = static_cast<double>(problem_.group_size());
+    for (int64_t group = 0; group < groups_; ++group) {
+      Moments const* const from =
+          &moments_[place * reads_ * (last_ ? groups_ : 1) + (last_ ? group : group * parts)];
+      int64_t const step = last_ ? groups_ : 1;
+      Moments total;
+      for (int64_t part = 0; part < parts; ++part) {
+        total.mean += elements_of_part(part) * from[part * step].mean;
+      }
+      total.mean /= size;
+      for (int64_t part = 0; part < parts; ++part) {
+        double const delta = from[part * step].mean - total.mean;
+        total.m2 += from[part * step].m2 + elements_of_part(part) * delta * delta;
+      }
+      double const rstd = 1.0 / std::sqrt(total.m2 / size + problem_.eps);
+      int64_t const index = unit * groups_ + group;
+      if (tensors_.mean != nullptr) tensors_.mean[index] = static_cast<float>(total.mean);
+      if (tensors_.rstd != nullptr) tensors_.rstd[index] = static_cast<float>(rstd);
+      map_group(group, place, index, total.mean, rstd);
+    }
+  }
+
+  // Elements of each of a place's arrays of means, scales and shifts: of channels, or of lanes.
+  int64_t map_length() const { return last_ ? rows_.lanes + kRoom : channels_; }
+
+  void map_group(int64_t group, int64_t place, int64_t index, double mean, double rstd) {
+    int64_t const run = problem_.channels_per_group();
+    int64_t const first = index % problem_.groups * run;
+    float* const means = maps_.get() + place * 3 * map_length();
+    float* const scales = means + map_length();
+    float* const shifts = scales + map_length();
+    float const rounded = static_cast<float>(mean);
+    for (int64_t i = 0; i < run; ++i) {
+      double const scale = rstd * static_cast<double>(affine_[first + i]);
+      int64_t const channel = group * run + i;
+      means[channel] = rounded;
+      scales[channel] = static_cast<float>(scale);
+      // What rounding took off the mean goes into the shift.
+      shifts[channel] =
+          static_cast<float>(static_cast<double>(affine_[problem_.channels + first + i]) +
+                             (static_cast<double>(rounded) - mean) * scale);
+    }
+    if (!last_ || group + 1 < groups_) return;
+    for (float* const array : {means, scales, shifts}) {
+      for (int64_t lane = channels_; lane < rows_.lanes; ++lane) {
+        array[lane] = array[lane - channels_];
+      }
+    }
+  }
+
+  // ---- Affine map, activation, layout ----
 
   void normalise(int64_t unit, int64_t place, int64_t part, int64_t thread) {
-    Workspace const& work = workspaces_[thread];
-    int64_t const begin = part * part_;
-    int64_t const end = part_end(part);
-    int64_t const base = unit * length_;
-    int64_t const per_group = problem_.channels_per_group();
-    int64_t const first_channel = last_ ? 0 : unit % problem_.groups * per_group;
-    int64_t const lane_begin = last_ ? 0 : begin / problem_.pixels;
-    int64_t const lane_end = last_ ? lanes_ : ceil_div(end, problem_.pixels);
-    for (int64_t lane = lane_begin; lane < lane_end; ++lane) {
-      int64_t const channel = last_ ? lane % period_ : lane;
-      Statistics const& group = total_[place * groups_ + (last_ ? channel / per_group : 0)];
-      float const mean = static_cast<float>(group.mean);
-      double const scale = group.rstd * weight_[first_channel + channel];
-      work.mean[lane] = mean;
-      work.scale[lane] = static_cast<float>(scale);
-      // What rounding took off the mean goes into the shift.
-      work.shift[lane] =
-          static_cast<float>(bias_[first_channel + channel] + (mean - group.mean) * scale);
-    }
-    for (int64_t offset = begin; offset < end; offset += block_) {
-      int64_t const count = std::min(block_, end - offset);
-      float const* const x =
-          keeps_ ? kept(unit, place, offset) : load(base + offset, count, work.input.get());
-      bool const direct = problem_.dtype == DType::kFloat32;
-      float* const y =
-          direct ? static_cast<float*>(tensors_.output) + base + offset : work.output.get();
-      if (last_) {
-        apply_to_lanes(x, y, count, lanes_, work.mean.get(), work.scale.get(), work.shift.get());
-      } else {
-        int64_t const channel = offset / problem_.pixels;
-        apply_to_pixels(x, y, count, problem_.pixels, offset % problem_.pixels, &work.mean[channel],
-                        &work.scale[channel], &work.shift[channel]);
+    float const* const mean = maps_.get() + place * 3 * map_length();
+    float const* const scale = mean + map_length();
+    float const* const shift = scale + map_length();
+    float* const tile = turns_ || both_ ? tiles_.get() + thread * 2 * tile_size_ : nullptr;
+    if (last_) {
+      int64_t const begin = part * rows_.elements_of_part;
+      int64_t const end = std::min(begin + rows_.elements_of_part, length_);
+      if (!turns_) {
+        apply_to_rows(source(unit, place, begin), unit * length_ + begin, end - begin, mean, scale,
+                      shift, tile);
+        return;
       }
-      activate(problem_.activation_after, y, y, count);
-      if (!direct) narrow(problem_.dtype, y, tensors_.output, base + offset, count);
+      int64_t const block = channels_ * tile_pixels_;
+      for (int64_t offset = begin; offset < end; offset += block) {
+        int64_t const count = std::min(block, end - offset);
+        loops_.apply_to_rows[index_of(dtype_)][kFloat][first_place()](
+            source(unit, place, offset), tile, count, rows_.lanes, mean, scale, shift);
+        turn(tile, count / channels_, channels_, unit * length_ + offset / channels_,
+             problem_.pixels);
+      }
+    } else if (!turns_) {
+      planes_.for_each(part, channels_, problem_.pixels,
+                       [&](int64_t plane, int64_t first, int64_t count, int64_t) {
+                         int64_t const offset = plane * problem_.pixels + first;
+                         apply_to_run(source(unit, place, offset), unit * length_ + offset, count,
+                                      mean[plane], scale[plane], shift[plane], tile);
+                       });
+    } else {
+      int64_t const share = ceil_div(problem_.pixels, turned_parts_);
+      int64_t const end = std::min(problem_.pixels, (part + 1) * share);
+      for (int64_t pixel = part * share; pixel < end; pixel += tile_pixels_) {
+        int64_t const count = std::min(tile_pixels_, end - pixel);
+        for (int64_t channel = 0; channel < channels_; ++channel) {
+          loops_.apply_to_run[index_of(dtype_)][kFloat][first_place()](
+              source(unit, place, channel * problem_.pixels + pixel), tile + channel * count, count,
+              mean[channel], scale[channel], shift[channel]);
+        }
+        turn(tile, channels_, count, unit * length_ + pixel * channels_, channels_);
+      }
     }
   }
+
+  static constexpr int kFloat = index_of(DType::kFloat32);
+
+  // The place of the activation that the affine map's loop applies.
+  int first_place() const {
+    return place_of(before_, both_ ? Activation::kIdentity : problem_.activation_after);
+  }
+
+  // The second activation alone, where there are two.
+  void activate(float const* from, void* to, DType dtype, int64_t count) const {
+    int const place = place_of(Activation::kIdentity, problem_.activation_after);
+    loops_.apply_to_run[kFloat][index_of(dtype)][place](from, to, count, 0.0f, 1.0f, 0.0f);
+  }
+
+  void apply_to_rows(void const* x, int64_t offset, int64_t count, float const* mean,
+                     float const* scale, float const* shift, float* tile) const {
+    DType const dtype = both_ ? DType::kFloat32 : problem_.output_dtype;
+    auto* const loop = loops_.apply_to_rows[index_of(dtype_)][index_of(dtype)][first_place()];
+    int64_t const block = both_ ? tile_size_ / rows_.lanes * rows_.lanes : count;
+    for (int64_t i = 0; i < count; i += block) {
+      int64_t const size = std::min(block, count - i);
+      loop(at(x, dtype_, i), both_ ? tile : output(offset + i), size, rows_.lanes, mean, scale,
+           shift);
+      if (both_) activate(tile, output(offset + i), problem_.output_dtype, size);
+    }
+  }
+
+  void apply_to_run(void const* x, int64_t offset, int64_t count, float mean, float scale,
+                    float shift, float* tile) const {
+    DType const dtype = both_ ? DType::kFloat32 : problem_.output_dtype;
+    auto* const loop = loops_.apply_to_run[index_of(dtype_)][index_of(dtype)][first_place()];
+    int64_t const block = both_ ? tile_size_ : count;
+    for (int64_t i = 0; i < count; i += block) {
+      int64_t const size = std::min(block, count - i);
+      loop(at(x, dtype_, i), both_ ? tile : output(offset + i), size, mean, scale, shift);
+      if (both_) activate(tile, output(offset + i), problem_.output_dtype, size);
+    }
+  }
+
+  void turn(float* tile, int64_t rows, int64_t columns, int64_t offset, int64_t stride) const {
+    if (both_) {
+      activate(tile, tile + tile_size_, DType::kFloat32, rows * columns);
+      tile += tile_size_;
+    }
+    loops_.transpose[index_of(problem_.output_dtype)](tile, rows, columns, output(offset), stride);
+  }
+
+  // Whole rows of lanes and, if there are so many, whole vectors.
+  int64_t tile_pixels() const {
+    int64_t const repeats = std::max<int64_t>(1, rows_.lanes / problem_.channels);
+    int64_t const least = std::lcm<int64_t, int64_t>(16, repeats);
+    int64_t const wanted = std::min(kTilePixels, kTile / problem_.channels);
+    return std::max(least, wanted / least * least);
+  }
+
+  void* output(int64_t offset) const { return at(tensors_.output, problem_.output_dtype, offset); }
 
   GroupNormProblem const& problem_;
   GroupNormTensors const& tensors_;
-  std::vector<float> weight_ = std::vector<float>(problem_.channels, 1.0f);
-  std::vector<float> bias_ = std::vector<float>(problem_.channels, 0.0f);
-  bool last_;
-  int64_t period_, groups_;            // channels and groups that interleave in a unit
-  int64_t units_, length_;             // units, elements of each
-  int64_t lanes_, block_;              // elements of a row, of a block
-  int64_t part_, parts_;               // elements of a part, parts of a unit
-  int64_t threads_, places_;           // threads, units in hand at a time
-  std::vector<Moments> partial_;       // [places, parts, groups]
-  std::vector<Statistics> total_;      // [places, groups]
-  bool whole_;                         // threads take whole units
-  bool keeps_;                         // step 2 keeps what it activated for step 4
-  std::optional<Buffer<float>> kept_;  // [places, length]
-  std::vector<Workspace> workspaces_;
+  bool normalises_;
+  ForwardLoops const& loops_ = loops().forward;
+  bool last_;                  // channels come last
+  bool turns_;                 // into the other layout
+  int64_t groups_, channels_;  // of a unit: one group, or a sample with all of them
+  int64_t length_;             // elements of a unit
+  Rows rows_;                  // of a unit whose channels come last
+  Planes planes_;              // of one whose channels come first
+  int64_t pieces_;             // of a group whose channels come first
+  int64_t tile_pixels_, turned_parts_;
+  int64_t reads_, writes_;  // parts of a unit
+  Schedule schedule_;
+  bool keeps_;               // what the activation in front gives
+  Buffer<float> kept_;       // [places, elements of a unit]
+  DType dtype_;              // of what is normalised
+  Activation before_;        // that it still gets
+  Buffer<Moments> moments_;  // [places, reads] or [places, reads, groups]
+  Buffer<float> maps_;       // [places, mean scale shift, map_length]
+  Buffer<float> lanes_;      // [threads, pivot sum square, lanes]
+  bool both_;                // there are two activations left
+  int64_t tile_size_;
+  Buffer<float> tiles_;   // [threads, 2, tile size]
+  Buffer<float> affine_;  // [weight bias, channels]
 };
 
-template <class E>
-void check_code(char const* name, E value) {
-  int const code = static_cast<int>(value);
-  FUSEDCONV_CHECK(code >= 0 && code < static_cast<int>(kNames<E>.size()), name, ": got code ",
-                  code);
+}  // namespace
+
+namespace {
+
+void run(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads,
+         bool normalises) {
+  FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
+  FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");
+  advise_huge_pages(tensors.output, problem.batch * problem.channels * problem.pixels *
+                                        size_of(problem.output_dtype));
+  Forward(problem, tensors, threads, normalises).run();
+}
+
+void check_forward(GroupNormProblem const& problem, int threads) {
+  check(problem, threads);
+  bool const converts = problem.dtype == problem.output_dtype || problem.dtype == DType::kFloat32 ||
+                        problem.output_dtype == DType::kFloat32;
+  FUSEDCONV_CHECK(converts, "output_dtype: got ", name_of(problem.output_dtype),
+                  " for an input of ", name_of(problem.dtype));
 }
 
 }  // namespace
 
 void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads) {
-  FUSEDCONV_CHECK(threads >= 1, "threads: got ", threads);
-  FUSEDCONV_CHECK(problem.batch >= 0, "batch: got ", problem.batch);
-  FUSEDCONV_CHECK(problem.channels >= 0, "channels: got ", problem.channels);
-  FUSEDCONV_CHECK(problem.pixels >= 0, "pixels: got ", problem.pixels);
-  FUSEDCONV_CHECK(problem.groups >= 1, "groups: got ", problem.groups);
-  FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels: got ", problem.channels,
-                  ", which groups = ", problem.groups, " does not divide");
-  for (DType const dtype : {problem.dtype, problem.affine_dtype}) check_code("dtype", dtype);
-  for (Activation const activation : {problem.activation_before, problem.activation_after}) {
-    check_code("activation", activation);
-  }
-  FUSEDCONV_CHECK(problem.output_dtype == problem.dtype, "output_dtype: got ",
-                  name_of(problem.output_dtype), ", dtype is ", name_of(problem.dtype));
-  FUSEDCONV_CHECK(problem.output_layout == problem.input_layout, "output_layout: got ",
-                  name_of(problem.output_layout), ", input_layout is ",
-                  name_of(problem.input_layout));
-  FUSEDCONV_CHECK(problem.input_row_channels() == problem.channels, "row_channels: got ",
-                  problem.row_channels, " for ", problem.channels, " channels");
-  FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps: got ", problem.eps);
-  bool const empty = problem.batch == 0 || problem.channels == 0 || problem.pixels == 0;
-  if (empty) {
+  check_forward(problem, threads);
+  if (is_empty(problem)) {
     int64_t const groups = problem.batch * problem.groups;
     if (tensors.mean != nullptr) std::fill_n(tensors.mean, groups, 0.0f);
     if (tensors.rstd != nullptr) {
@@ -343,9 +409,12 @@ void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors
     }
     return;
   }
-  FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
-  FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");
-  Run(problem, tensors, threads).run();
+  run(problem, tensors, threads, true);
+}
+
+void activate(GroupNormProblem const& problem, void const* input, void* output, int threads) {
+  check_forward(problem, threads);
+  if (!is_empty(problem)) run(problem, {.input = input, .output = output}, threads, false);
 }
 
 }  // namespace fusedconv::cpu

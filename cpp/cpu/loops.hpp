@@ -1,45 +1,90 @@
-// The inner loops of the processor's GroupNorm, each compiled for several instruction sets.
+// The inner loops of the processor's GroupNorm. Each instruction set has its own tables of them;
+// loops() gives those of the processor at hand.
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "fusedconv/activation.hpp"
 #include "fusedconv/types.hpp"
 
 namespace fusedconv::cpu {
 
-struct Moments {
-  double mean = 0.0;
-  double m2 = 0.0;  // the sum of squared deviations
+inline constexpr int kDTypes = static_cast<int>(kNames<DType>.size());
+inline constexpr int kActivations = static_cast<int>(kNames<Activation>.size());
+// One activation, in front of the affine map or behind it; the identity is in front.
+inline constexpr int kPlaces = 2 * kActivations - 1;
+
+constexpr int place_of(Activation before, Activation after) {
+  return after == Activation::kIdentity ? static_cast<int>(before)
+                                        : kActivations - 1 + static_cast<int>(after);
+}
+
+// Elements of a "run" have one mean, scale and shift. "Rows" are `lanes` elements long, the last
+// perhaps shorter, and have arrays of them. The affine map of x is (x - mean) * scale + shift.
+
+// Adds to sums[0] and sums[1] the sums of a - pivot and its square, where a = activation(x).
+using MomentsOfRun = void(void const* x, int64_t count, float pivot, double* sums);
+// The same for each lane, in place of what the arrays held; they have room for kRoom more.
+using MomentsOfRows = void(void const* x, int64_t count, int64_t lanes, float const* pivot,
+                           float* sum, float* square);
+
+// y = after(affine(before(x))).
+using ApplyToRun = void(void const* x, void* y, int64_t count, float mean, float scale,
+                        float shift);
+using ApplyToRows = void(void const* x, void* y, int64_t count, int64_t lanes, float const* mean,
+                         float const* scale, float const* shift);
+
+// y[column * stride + row] = x[row * columns + column].
+using Transpose = void(float const* x, int64_t rows, int64_t columns, void* y, int64_t stride);
+
+// Adds to sums[0] and sums[1] the sums of g and g * (a - mean), where a = before(x) and
+// g = grad * after'(affine(a)).
+using GradientSumsOfRun = void(void const* grad, void const* x, int64_t count, float mean,
+                               float scale, float shift, double* sums);
+using GradientSumsOfRows = void(void const* grad, void const* x, int64_t count, int64_t lanes,
+                                float const* mean, float const* scale, float const* shift,
+                                float* sum, float* moment);
+
+// dx = before'(x) * (g * scale - (a - mean) * slope - offset).
+using GradientOfRun = void(void const* grad, void const* x, void* dx, int64_t count, float mean,
+                           float scale, float shift, float slope, float offset);
+using GradientOfRows = void(void const* grad, void const* x, void* dx, int64_t count, int64_t lanes,
+                            float const* mean, float const* scale, float const* shift,
+                            float const* slope, float const* offset);
+
+// How many floats an array of lanes has beyond the lanes.
+inline constexpr int64_t kRoom = 16;
+
+// By dtype of what is read, dtype of what is written, activation or place of it. Null where one
+// dtype of 16 bits would be read and the other written.
+struct ForwardLoops {
+  MomentsOfRun* moments_of_run[kDTypes][kActivations];
+  MomentsOfRows* moments_of_rows[kDTypes][kActivations];
+  ApplyToRun* apply_to_run[kDTypes][kDTypes][kPlaces];
+  ApplyToRows* apply_to_rows[kDTypes][kDTypes][kPlaces];
+  Transpose* transpose[kDTypes];
+};
+struct BackwardLoops {
+  GradientSumsOfRun* sums_of_run[kDTypes][kPlaces];
+  GradientSumsOfRows* sums_of_rows[kDTypes][kPlaces];
+  GradientOfRun* gradient_of_run[kDTypes][kDTypes][kPlaces];
+  GradientOfRows* gradient_of_rows[kDTypes][kDTypes][kPlaces];
 };
 
-// Elements of a dtype, from `offset` on, to float32 and back.
-void widen(DType dtype, void const* base, int64_t offset, float* to, int64_t count);
-void narrow(DType dtype, float const* from, void* base, int64_t offset, int64_t count);
+struct Loops {
+  char const* instruction_set;
+  ForwardLoops const& forward;
+  BackwardLoops const& backward;
+};
 
-// x and y may be the same array; where the activation is the identity, y is left alone.
-void activate(Activation activation, float const* x, float* y, int64_t count);
+// Those of the widest instruction set that both the build and the processor have. The environment
+// variable FUSEDCONV_INSTRUCTION_SET, read once, names a narrower one; InvalidArgument where it
+// names none that is there.
+Loops const& loops();
 
-// Merges a block of [rows, lanes] into the lanes' running moments over `rows_before` rows. Lanes
-// beside `center`, `deviation` and `square` are scratch. `deviation` corrects what rounding left in
-// `center`: a large mean costs no accuracy.
-void add_block(float const* __restrict x, int64_t rows, int64_t lanes, double rows_before,
-               float* __restrict center, float* __restrict deviation, float* __restrict square,
-               double* __restrict mean, double* __restrict m2);
-
-// The moments of a group of `elements`, whose lanes are runs of `run` from `begin` on, `stride`
-// apart. A lane has the moments of rows[lane] elements.
-Moments merge_lanes(int64_t begin, int64_t end, int64_t stride, int64_t run, int64_t elements,
-                    double const* rows, double const* mean, double const* m2);
-
-// y = (x - mean) * scale + shift. The arrays of mean, scale and shift repeat every `lanes`
-// elements.
-void apply_to_lanes(float const* x, float* y, int64_t count, int64_t lanes, float const* mean,
-                    float const* scale, float const* shift);
-
-// The same. Each element of mean, scale and shift serves `pixels` elements, the first of them
-// `skip` fewer.
-void apply_to_pixels(float const* x, float* y, int64_t count, int64_t pixels, int64_t skip,
-                     float const* mean, float const* scale, float const* shift);
+// The names of the instruction sets that both have, the widest first.
+std::vector<std::string> instruction_sets();
 
 }  // namespace fusedconv::cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,8 +20,10 @@ class Device:
     device's compute capability times ten, 0 elsewhere. ``shared_bytes`` is what one block may have,
     ``clock_hertz`` the highest of the multiprocessors. Rates are per second: ``copy_bytes`` of a
     large copy, reads and writes together, ``dram_bytes`` what the memory's pins give,
-    ``tf32_flops`` and ``fp16_flops`` of dense products on the tensor cores as the data sheet has
-    them (of the vector units where there are none), ``fp32_flops`` of the vector units.
+    ``tf32_flops``, ``fp16_flops`` and ``bf16_flops`` of dense products on the tensor cores as the
+    data sheet has them (of the vector units where there are none), ``fp32_flops`` of the vector
+    units. A processor's are those of its library's convolutions, emulated where it has no
+    instructions for 16 bits.
     ``launch_seconds`` is what one kernel costs where the device waits for the processor, a third of
     what a call of an operator costs.
     """
@@ -38,6 +41,7 @@ class Device:
     fp32_flops: float = 0.0
     tf32_flops: float = 0.0
     fp16_flops: float = 0.0
+    bf16_flops: float = 0.0
     launch_seconds: float = 0.0
 
     @property
@@ -54,7 +58,7 @@ class Device:
     def tensor_flops(self, precision: Precision) -> float:
         """Dense products a second in the data sheet's terms: three of TF32 make one of fp32."""
         if precision in ("fp16", "bf16"):
-            return self.fp16_flops
+            return self.fp16_flops if precision == "fp16" else self.bf16_flops
         return self.tf32_flops if precision == "tf32" else self.tf32_flops / 3
 
     def copy_milliseconds(self, num_bytes: float) -> float:
@@ -122,6 +126,7 @@ def cuda_device(
         # Before 8.0 the vector units do what TF32 would.
         tf32_flops=fp16 / 2 if architecture >= 80 else fp32 * multiprocessors * clock,
         fp16_flops=fp16,
+        bf16_flops=fp16,
         launch_seconds=_LAUNCH_SECONDS,
     )
 
@@ -150,15 +155,42 @@ KNOWN: dict[int, Device] = {
 }  # fmt: skip
 
 #: A processor's rates are orders of magnitude: only their ratios decide, among what runs there.
-PROCESSOR = Device(
-    type="cpu",
-    name="processor",
-    copy_bytes=1e10,
-    fp32_flops=1e11,
-    tf32_flops=1e11,
-    fp16_flops=1e11,
-    launch_seconds=1e-6,
-)
+_PROCESSOR_FLOPS = 1e11
+#: The rate of 16 bits over that of float32, by what the processor has for them: tiles, vectors of
+#: pairs, or neither. fp16 then runs in scalar loops; both were measured with AVX-512.
+_TILES, _PAIRS = 8.0, 2.0
+_EMULATED_FP16, _EMULATED_BF16 = 1 / 50, 1 / 7
+
+
+def processor(capabilities: Mapping[str, object]) -> Device:
+    """A processor with the instructions that ``capabilities`` marks as true, under the names that
+    ``torch.cpu.get_capabilities`` has for them."""
+
+    def rate(tiles: str, pairs: str, emulated: float) -> float:
+        if capabilities.get("amx_tile") and capabilities.get(tiles):
+            return _TILES * _PROCESSOR_FLOPS
+        return (_PAIRS if capabilities.get(pairs) else emulated) * _PROCESSOR_FLOPS
+
+    return Device(
+        type="cpu",
+        name="processor",
+        copy_bytes=1e10,
+        fp32_flops=_PROCESSOR_FLOPS,
+        tf32_flops=_PROCESSOR_FLOPS,
+        fp16_flops=rate("amx_fp16", "avx512_fp16", _EMULATED_FP16),
+        bf16_flops=rate("amx_bf16", "avx512_bf16", _EMULATED_BF16),
+        launch_seconds=1e-6,
+    )
+
+
+def _capabilities() -> Mapping[str, object]:
+    # Not every version of torch has the query; without it 16 bits count as emulated.
+    query = getattr(torch.cpu, "get_capabilities", None)
+    return {} if query is None else query()
+
+
+#: This machine's.
+PROCESSOR = processor(_capabilities())
 
 
 @functools.cache

@@ -5,53 +5,67 @@
 
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstdint>
+#include <tuple>
 
 #include "fusedconv/types.hpp"
 
-// Loops over elements vectorise, and their clones for wider instruction sets do not share baseline
-// code, only where all that they call is inlined.
+// Loops that are compiled for several instruction sets must inline all that they call, or they
+// would share the code of one of them.
 #define FUSEDCONV_INLINE inline __attribute__((always_inline))
 
 namespace fusedconv {
 
 enum class Activation : int { kIdentity, kRelu, kGelu, kGeluTanh, kSilu };
 
+// Of vectors of float32, as GCC and Clang have them: comparisons give a mask of integers, and
+// numbers stand for vectors of equal elements.
 namespace host {
 
-// condition ? a : b. Written with ?:, a computation sinks into the arm that needs it and becomes a
-// branch, as floating-point arithmetic may trap: then only AVX-512 vectorises.
-FUSEDCONV_INLINE uint32_t select(bool condition, uint32_t a, uint32_t b) {
-  uint32_t const mask = 0u - static_cast<uint32_t>(condition);
-  return (a & mask) | (b & ~mask);
+template <class V>
+using Mask = decltype(V{} < V{});
+
+template <class V>
+FUSEDCONV_INLINE V select(Mask<V> condition, V a, V b) {
+  return condition ? a : b;
 }
 
-FUSEDCONV_INLINE float select(bool condition, float a, float b) {
-  return std::bit_cast<float>(
-      select(condition, std::bit_cast<uint32_t>(a), std::bit_cast<uint32_t>(b)));
+template <class V>
+FUSEDCONV_INLINE V magnitude(V x) {
+  return std::bit_cast<V>(std::bit_cast<Mask<V>>(x) & 0x7fffffff);
 }
 
-// Relative error 2e-7; 0 below -87, where the result would leave the normal range.
-FUSEDCONV_INLINE float exp_of_nonpositive(float x) {
+// Relative error 2e-7; 0 below -126, where the result would leave the normal range. x <= 127.
+template <class V>
+FUSEDCONV_INLINE V exp2(V x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  float const bounded = select(x < -87.0f, -87.0f, x);
-  float const shifted = bounded * 1.44269504f + kRound;
-  float const n = shifted - kRound;
-  // ln 2 in two parts; the first has 17 bits, so that n times it is exact.
-  float const r = (bounded - n * 0.693145751953125f) - n * 1.42860677e-6f;
-  // (e^r - 1 - r) / r^2 interpolated at the Chebyshev nodes of |r| <= ln(2) / 2.
-  float const p = 0.5f + r * (0.1666657338f +
-                              r * (0.04166655011f + r * (0.008363773874f + r * 0.001392692661f)));
-  float const mantissa = 1.0f + (r + r * r * p);
-  float const scale = std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
-  return select(x < -87.0f, 0.0f, mantissa * scale);
+  V const shifted = x + kRound;
+  V const r = x - (shifted - kRound);
+  // (2^r - 1) / r on |r| <= 1/2, least maximum error: 2e-9 of 2^r, and 2^0 is exact.
+  V const p = 0.6931471825f +
+              r * (0.2402264774f +
+                   r * (0.05550332367f +
+                        r * (0.009618436918f + r * (0.001339887385f + r * 0.0001535336196f))));
+  Mask<V> const scale = (std::bit_cast<Mask<V>>(shifted) << 23) + 0x3f800000;
+  return select<V>(x < -126.0f, V{}, (1.0f + r * p) * std::bit_cast<V>(scale));
 }
 
-// x / (1 + exp(-u)).
-FUSEDCONV_INLINE float times_logistic(float x, float u) {
-  float const e = exp_of_nonpositive(-std::fabs(u));
-  return x * (select(u < 0.0f, e, 1.0f) / (1.0f + e));
+template <class V>
+struct Logistic {
+  V value;       // 1 / (1 + exp(-x))
+  V complement;  // 1 - value, without cancellation
+};
+
+template <class V>
+FUSEDCONV_INLINE Logistic<V> logistic(V x) {
+  V const e = exp2(-1.44269504f * magnitude(x));
+  V const d = 1.0f + e;
+  // 1 / d on [1, 2] within 1 %, then two of Newton's steps: dividing takes longer.
+  V r = 2.121211856f + d * (-1.454545087f + d * 0.323232226f);
+  r = r + r * (1.0f - d * r);
+  r = r + r * (1.0f - d * r);
+  V const small = e * r;
+  return {select<V>(x < 0.0f, small, r), select<V>(x < 0.0f, r, small)};
 }
 
 }  // namespace host
@@ -74,15 +88,23 @@ __device__ __forceinline__ float quick_reciprocal(float x) {
 }  // namespace device
 #endif
 
-// One struct an activation. host(x): what loops of the processor inline. value(x): on the GPU.
-// slope(x): its derivative there. quick(x), where there is one: a value that is off by less than
-// the rounding of operands to TF32 or 16 bits.
+// One struct an activation. host(x), host_slope(x): value and derivative of a vector, for loops of
+// the processor; host_gradient(x, grad), where it is more than a product. value(x), slope(x): on
+// the GPU. quick(x), where there is one: a value that is off by less than the rounding of operands
+// to TF32 or 16 bits.
 namespace activations {
 
 struct Identity {
   static constexpr Activation kCode = Activation::kIdentity;
   static constexpr char const* kName = "identity";
-  FUSEDCONV_INLINE static float host(float x) { return x; }
+  template <class V>
+  FUSEDCONV_INLINE static V host(V x) {
+    return x;
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V host_slope(V) {
+    return V{} + 1.0f;
+  }
 #ifdef __CUDACC__
   __device__ __forceinline__ static float value(float x) { return x; }
   __device__ __forceinline__ static float slope(float) { return 1.0f; }
@@ -93,7 +115,19 @@ struct Identity {
 struct Relu {
   static constexpr Activation kCode = Activation::kRelu;
   static constexpr char const* kName = "relu";
-  FUSEDCONV_INLINE static float host(float x) { return host::select(x < 0.0f, 0.0f, x); }
+  template <class V>
+  FUSEDCONV_INLINE static V host(V x) {
+    return host::select<V>(x < 0.0f, V{}, x);
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V host_slope(V x) {
+    return host_gradient(x, V{} + 1.0f);
+  }
+  // What is stopped is zero whatever comes, infinity and NaN among it.
+  template <class V>
+  FUSEDCONV_INLINE static V host_gradient(V x, V grad) {
+    return host::select<V>(x <= 0.0f, V{}, grad);
+  }
 #ifdef __CUDACC__
   __device__ __forceinline__ static float value(float x) { return x < 0.0f ? 0.0f : x; }
   __device__ __forceinline__ static float slope(float x) { return x <= 0.0f ? 0.0f : 1.0f; }
@@ -105,23 +139,46 @@ struct Gelu {
   static constexpr Activation kCode = Activation::kGelu;
   static constexpr char const* kName = "gelu";
 
-  // Phi(-a) = exp(-a^2 / 2) h(a) with h(a) = erfcx(a / sqrt 2) / 2. Unlike 1 + erf(x), this does
-  // not cancel for negative x. h is a rational minimax approximation on [0, 13.3] (weighted linear
-  // least squares, Lawson's weights, fitted in 50 digits): relative error 5e-9, and all
-  // coefficients positive. x * 0 keeps NaN for -inf, as PyTorch has it.
-  FUSEDCONV_INLINE static float host(float x) {
-    float const magnitude = std::fabs(x);
-    float const a = host::select(magnitude > 14.0f, 14.0f, magnitude);
-    float const numerator =
-        0.500000002445f +
-        a * (0.435678692055f +
-             a * (0.181300439161f + a * (0.0399818270457f + a * 0.00401976981466f)));
-    float const denominator =
-        1.0f + a * (1.66924229912f +
-                    a * (1.19445942815f +
-                         a * (0.464363417702f + a * (0.100226960492f + a * 0.0100759254296f))));
-    float const tail = host::exp_of_nonpositive(-0.5f * x * x) * (numerator / denominator);
-    return x * host::select(x < 0.0f, tail, 1.0f - tail);
+  // Phi(-a) = 2^P(a): unlike 1 + erf(x), this does not cancel for negative x. P and the polynomial
+  // below have the least maximum error relative to x on [0, 6] (weighted least squares, Lawson's
+  // weights): 2e-8. Beyond, where Phi(-a) < 1e-9, P falls faster than it should.
+  template <class V>
+  FUSEDCONV_INLINE static V tail(V a) {
+    return host::exp2(
+        -1.0f + a * (-1.151106238f +
+                     a * (-0.4591955841f +
+                          a * (-0.05254659429f +
+                               a * (0.007154651918f +
+                                    a * (-0.0002214867127f +
+                                         a * (-0.0001448171534f +
+                                              a * (2.927778769e-05f - a * 1.870691335e-06f))))))));
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V bounded_magnitude(V x) {
+    V const magnitude = host::magnitude(x);
+    return host::select<V>(magnitude > 14.0f, V{} + 14.0f, magnitude);
+  }
+  // x * 0 keeps NaN for -inf, as PyTorch has it.
+  template <class V>
+  FUSEDCONV_INLINE static V host(V x) {
+    V const t = tail(bounded_magnitude(x));
+    return x * host::select<V>(x < 0.0f, t, 1.0f - t);
+  }
+  // Phi(x) + x phi(x); at -a this is Phi(-a) (1 - m(a)), where m(a) = a phi(a) / Phi(-a) is smooth.
+  template <class V>
+  FUSEDCONV_INLINE static V host_slope(V x) {
+    V const a = bounded_magnitude(x);
+    V const m =
+        a * (0.7978868484f +
+             a * (0.636584878f +
+                  a * (0.1091830954f +
+                       a * (-0.019543631f +
+                            a * (0.0003316379443f +
+                                 a * (0.0009290726739f +
+                                      a * (-0.0002697946329f +
+                                           a * (3.486370042e-05f - a * 1.785003406e-06f))))))));
+    V const t = tail(a) * (1.0f - m);
+    return host::select<V>(x < 0.0f, t, 1.0f - t);
   }
 #ifdef __CUDACC__
   __device__ __forceinline__ static float value(float x) {
@@ -151,8 +208,18 @@ struct GeluTanh {
   static constexpr Activation kCode = Activation::kGeluTanh;
   static constexpr char const* kName = "gelu_tanh";
   // (1 + tanh u) / 2 is the logistic function of 2 u.
-  FUSEDCONV_INLINE static float host(float x) {
-    return host::times_logistic(x, 1.5957691216f * (x + 0.044715f * x * x * x));
+  template <class V>
+  FUSEDCONV_INLINE static V host(V x) {
+    return x * host::logistic(twice_inner(x)).value;
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V host_slope(V x) {
+    auto const [value, complement] = host::logistic(twice_inner(x));
+    return value + x * value * complement * (1.5957691216f * (1.0f + 3.0f * 0.044715f * x * x));
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V twice_inner(V x) {
+    return 1.5957691216f * (x + 0.044715f * x * x * x);
   }
 #ifdef __CUDACC__
   __device__ __forceinline__ static float value(float x) {
@@ -177,7 +244,15 @@ struct GeluTanh {
 struct Silu {
   static constexpr Activation kCode = Activation::kSilu;
   static constexpr char const* kName = "silu";
-  FUSEDCONV_INLINE static float host(float x) { return host::times_logistic(x, x); }
+  template <class V>
+  FUSEDCONV_INLINE static V host(V x) {
+    return x * host::logistic(x).value;
+  }
+  template <class V>
+  FUSEDCONV_INLINE static V host_slope(V x) {
+    auto const [value, complement] = host::logistic(x);
+    return value * (1.0f + x * complement);
+  }
 #ifdef __CUDACC__
   __device__ __forceinline__ static float value(float x) { return x / (1.0f + expf(-x)); }
   __device__ __forceinline__ static float slope(float x) {
@@ -208,6 +283,9 @@ FUSEDCONV_INLINE constexpr decltype(auto) dispatch_activation(Activation code, B
 
 template <class... Each>
 struct List {
+  template <int index>
+  using At = std::tuple_element_t<index, std::tuple<Each...>>;
+
   static constexpr std::array<char const*, sizeof...(Each)> names() { return {Each::kName...}; }
 
   static constexpr bool codes_are_indices() {

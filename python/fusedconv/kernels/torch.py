@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fusedconv.device import Device
+from fusedconv.kernels import onednn
 from fusedconv.norms import KINDS, Norm
 from fusedconv.plan import (
     BackwardKernel,
@@ -104,10 +105,6 @@ COSTS = CostConstants(
 )
 
 
-def _processor_milliseconds(device: Device, flops: float, passes: float, num_bytes: float) -> float:
-    return flops / device.fp32_flops * 1e3 + device.copy_milliseconds(passes * num_bytes)
-
-
 def _convolution_milliseconds(
     what: str, problem: ForwardProblem, device: Device, costs: CostConstants
 ) -> float:
@@ -176,8 +173,12 @@ class TorchForward(ForwardKernel):
         if device.type != "cuda":
             stages = len([stage for stage in problem.epilogue if not isinstance(stage, Bias)])
             passes = 2.0 + stages + (problem.norm is not None)
-            return _processor_milliseconds(
-                device, problem.conv_flops, passes, problem.minimal_bytes
+            if problem.conv is None:
+                return device.copy_milliseconds(passes * problem.minimal_bytes)
+            written = problem.output_elements * problem.dtype.itemsize
+            behind = device.copy_milliseconds(2.0 * passes * written) if stages else 0.0
+            return behind + onednn.forward_milliseconds(
+                problem, device, problem.dtype, problem.layout
             )
         read = problem.output_elements * problem.dtype.itemsize
         calls = len(problem.epilogue) - problem.bias + (problem.conv is not None)
@@ -237,7 +238,7 @@ class TorchEpilogueBackward(BackwardKernel):
         stages = [stage for stage in forward.epilogue if not isinstance(stage, Bias)]
         if device.type != "cuda":
             passes = 3.0 * len(stages) + 3.0 * (forward.norm is not None)
-            return _processor_milliseconds(device, 0.0, passes, read)
+            return device.copy_milliseconds(passes * read)
         # In 16 bits everything is widened first.
         wide = 2.0 if forward.dtype.itemsize == 2 else 1.0
         total = costs.call * len(stages) * device.launch_milliseconds
@@ -284,13 +285,11 @@ class TorchConvolutionBackward(BackwardKernel):
     def estimate(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds, were the constants these."""
         forward = problem.forward
-        call = costs.call * device.launch_milliseconds
         if device.type != "cuda":
-            passes = float(len(problem.gradients))
-            return call + _processor_milliseconds(
-                device, problem.conv_flops, passes, forward.minimal_bytes
+            return onednn.gradients_milliseconds(
+                forward, device, forward.dtype, forward.layout, problem.parts
             )
-        total = call
+        total = costs.call * device.launch_milliseconds
         for gradient in ("input", "weight"):
             if gradient in problem.gradients:
                 total += _convolution_milliseconds(gradient, forward, device, costs)

@@ -1,0 +1,66 @@
+#include "cpu/schedule.hpp"
+
+#include <cmath>
+
+#include "fusedconv/check.hpp"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace fusedconv::cpu {
+
+void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr int64_t kLeast = 16 << 20;
+  constexpr uintptr_t kHugePage = 2 << 20;
+  if (bytes < kLeast) return;
+  uintptr_t const begin = reinterpret_cast<uintptr_t>(data);
+  uintptr_t const first = (begin + kHugePage - 1) & ~(kHugePage - 1);
+  uintptr_t const last = (begin + static_cast<uintptr_t>(bytes)) & ~(kHugePage - 1);
+  // Advice: where the kernel has no huge pages, the result is the same.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+namespace {
+
+template <class E>
+void check_code(char const* name, E value) {
+  int const code = static_cast<int>(value);
+  FUSEDCONV_CHECK(code >= 0 && code < static_cast<int>(kNames<E>.size()), name, ": got code ",
+                  code);
+}
+
+}  // namespace
+
+void check(GroupNormProblem const& problem, int threads) {
+  FUSEDCONV_CHECK(threads >= 1, "threads: got ", threads);
+  FUSEDCONV_CHECK(problem.batch >= 0, "batch: got ", problem.batch);
+  FUSEDCONV_CHECK(problem.channels >= 0, "channels: got ", problem.channels);
+  FUSEDCONV_CHECK(problem.pixels >= 0, "pixels: got ", problem.pixels);
+  FUSEDCONV_CHECK(problem.groups >= 1, "groups: got ", problem.groups);
+  FUSEDCONV_CHECK(problem.channels % problem.groups == 0, "channels: got ", problem.channels,
+                  ", which groups = ", problem.groups, " does not divide");
+  for (DType const dtype : {problem.dtype, problem.output_dtype, problem.affine_dtype}) {
+    check_code("dtype", dtype);
+  }
+  for (Activation const activation : {problem.activation_before, problem.activation_after}) {
+    check_code("activation", activation);
+  }
+  FUSEDCONV_CHECK(problem.input_row_channels() == problem.channels, "row_channels: got ",
+                  problem.row_channels, " for ", problem.channels, " channels");
+  FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps: got ", problem.eps);
+}
+
+void read_affine(DType dtype, void const* from, int64_t count, float otherwise, float* to) {
+  if (from == nullptr) {
+    std::fill_n(to, count, otherwise);
+  } else {
+    ForwardLoops const& table = loops().forward;
+    table.apply_to_run[index_of(dtype)][index_of(DType::kFloat32)][0](from, to, count, 0.0f, 1.0f,
+                                                                      0.0f);
+  }
+}
+
+}  // namespace fusedconv::cpu

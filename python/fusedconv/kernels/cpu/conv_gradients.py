@@ -1,0 +1,241 @@
+"""Gradients of the convolution in other forms than torch's own call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from fusedconv.device import Device
+from fusedconv.kernels import onednn
+from fusedconv.kernels.cpu.convolution import (
+    PROVIDER,
+    as_stored,
+    computing_dtype,
+    conversion_milliseconds,
+    interleaved,
+    is_widened,
+    planar,
+    tiles_last,
+    tiles_output,
+)
+from fusedconv.layout import Layout, result_layout
+from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.precision import COMPILED_DTYPES, dtype_name
+from fusedconv.problem import BackwardProblem
+from fusedconv.reference import convolution_gradients
+from fusedconv.support import Support
+
+_NAMES = ("input", "weight", "bias")
+
+
+def _supports(problem: BackwardProblem, device: Device) -> Support:
+    """What every form asks of a problem."""
+    forward = problem.forward
+    if device.type != "cpu":
+        return Support.no(f"runs on the processor, the input is on {device.type}")
+    if forward.conv is None:
+        return Support.no("there is no convolution")
+    if forward.dtype not in COMPILED_DTYPES:
+        return Support.no(f"dtype is {dtype_name(forward.dtype)}, which torch's call computes in")
+    if forward.input_elements == 0 or forward.output_elements == 0:
+        return Support.no("the input is empty")
+    return Support.yes()
+
+
+def _conversion_milliseconds(
+    problem: BackwardProblem, device: Device, dtype: torch.dtype, layout: str
+) -> float:
+    """Of input, weight and output gradient; behind an epilogue the last is in float32."""
+    forward = problem.forward
+    total = conversion_milliseconds(forward, device, dtype, layout)
+    source = torch.float32 if "epilogue" in problem.parts else problem.grad_dtype
+    if source != dtype:
+        total += onednn.copy_milliseconds(device, forward.output_elements, source, dtype)
+    return total
+
+
+# ---- torch's operator on other tensors -----------------------------------------------------------
+
+
+class _WidenedPlan(BackwardPlan):
+    def __init__(self, kernel: str, problem: BackwardProblem, dtype: torch.dtype) -> None:
+        forward = problem.forward
+        conv = forward.conv
+        assert conv is not None
+        self.kernel = kernel
+        self.as_planes = len(forward.spatial) == 1
+        if self.as_planes:
+            spatial = (1, *forward.spatial)
+            forward = dataclasses.replace(forward, conv=planar(conv), spatial=spatial)
+        self.dtype = dtype
+        self.layout = result_layout(forward.layout)
+        self.problem = dataclasses.replace(
+            problem, forward=dataclasses.replace(forward, dtype=dtype)
+        )
+        asked = ", ".join(name for name in _NAMES if name in problem.gradients)
+        order = "channels last" if self.layout == "nhwc" else "channels first"
+        self.steps = (
+            f"torch.ops.aten.convolution_backward for {asked}, {dtype_name(dtype)}, {order}",
+        )
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        assert tensors.weight is not None
+
+        def prepared(tensor: Tensor, layout: Layout) -> Tensor:
+            stored = as_stored(tensor, layout, self.dtype)
+            return stored.unsqueeze(2) if self.as_planes else stored
+
+        grad = prepared(tensors.of_convolution, self.layout)
+        found = convolution_gradients(
+            self.problem,
+            tensors._replace(
+                grad_output=grad,
+                grad_conv_output=None,
+                input=prepared(tensors.input, self.layout),
+                weight=prepared(tensors.weight, "nchw"),
+            ),
+        )
+        if not self.as_planes:
+            return found
+
+        def line(gradient: Tensor | None) -> Tensor | None:
+            return None if gradient is None else gradient.squeeze(2)
+
+        return found._replace(input=line(found.input), weight=line(found.weight))
+
+
+class WidenedGradients(BackwardKernel):
+    """torch's operator in float32 where the processor multiplies that faster, and on lines of
+    channels last as planes of one line, which torch would copy to channels first."""
+
+    name = f"{PROVIDER}_convolution_backward"
+    provider = PROVIDER
+    computes = frozenset(_NAMES)
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        forward = problem.forward
+        support = _supports(problem, device)
+        if not support or is_widened(forward, device):
+            return support
+        if len(forward.spatial) != 1 or forward.layout != "nhwc":
+            return Support.no("torch's own call is this form already")
+        if forward.dtype == torch.float32 and "input" in problem.gradients:
+            return Support.no("its float32 sums for the input are less exact than torch's")
+        return Support.yes()
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        dtype = computing_dtype(forward, device)
+        layout = result_layout(forward.layout)
+        total = _conversion_milliseconds(problem, device, dtype, layout)
+        if len(forward.spatial) == 1:
+            assert forward.conv is not None
+            spatial = (1, *forward.spatial)
+            forward = dataclasses.replace(forward, conv=planar(forward.conv), spatial=spatial)
+        parts = problem.parts
+        return total + onednn.gradients_milliseconds(forward, device, dtype, layout, parts)
+
+    def compile(self, problem: BackwardProblem, device: Device) -> BackwardPlan:
+        return _WidenedPlan(self.name, problem, computing_dtype(problem.forward, device))
+
+
+# ---- matrix products -----------------------------------------------------------------------------
+
+
+class _MatrixProductPlan(BackwardPlan):
+    def __init__(self, kernel: str, problem: BackwardProblem, dtype: torch.dtype) -> None:
+        assert problem.forward.conv is not None
+        self.kernel = kernel
+        self.gradients = problem.gradients
+        self.tile = problem.forward.conv.kernel_size
+        self.dtype = dtype
+        self.layout = result_layout(problem.forward.layout)
+        asked = [name for name in ("input", "weight") if name in problem.gradients]
+        order = "channels last" if self.layout == "nhwc" else "channels first"
+        self.steps = tuple(
+            f"torch matrix product for {name}, {dtype_name(dtype)}, {order}" for name in asked
+        )
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        assert tensors.weight is not None
+        grad = as_stored(tensors.of_convolution, self.layout, self.dtype)
+        input = as_stored(tensors.input, self.layout, self.dtype)
+        compute = self._channels_last if self.layout == "nhwc" else self._channels_first
+        return compute(grad, input, tensors.weight.to(self.dtype))
+
+    def _channels_last(self, grad: Tensor, input: Tensor, weight: Tensor) -> Gradients:
+        axes = len(self.tile)
+        order, back = (0, *range(2, axes + 2), 1), (0, axes + 1, *range(1, axes + 1))
+        tiles = tiles_last(grad, self.tile)
+        channels = input.shape[1]
+        found = Gradients()
+        if "input" in self.gradients:
+            product = tiles @ weight.permute(order).reshape(channels, -1).t()
+            pixels = product.view(input.shape[0], *input.shape[2:], channels)
+            found = found._replace(input=pixels.permute(back))
+        if "weight" in self.gradients:
+            product = input.permute(order).reshape(-1, channels).t() @ tiles
+            taps = product.view(channels, *self.tile, weight.shape[1])
+            found = found._replace(weight=taps.permute(back))
+        return found
+
+    def _channels_first(self, grad: Tensor, input: Tensor, weight: Tensor) -> Gradients:
+        axes = len(self.tile)
+        batch, channels, *spatial = input.shape
+        split = grad.reshape(batch, grad.shape[1], *interleaved(spatial, self.tile))
+        order = (0, 1, *range(3, 2 * axes + 2, 2), *range(2, 2 * axes + 2, 2))
+        tiles = split.permute(order).reshape(batch, weight[0].numel(), math.prod(spatial))
+        found = Gradients()
+        if "input" in self.gradients:
+            product = torch.matmul(weight.reshape(channels, -1), tiles)
+            found = found._replace(input=product.view(input.shape))
+        if "weight" in self.gradients:
+            samples = torch.bmm(input.reshape(batch, channels, -1), tiles.transpose(1, 2))
+            found = found._replace(weight=samples.sum(0).view(weight.shape))
+        return found
+
+
+class MatrixProductGradients(BackwardKernel):
+    """Matrix products of tiles of the output's gradient, where each input pixel has one to
+    itself."""
+
+    name = f"{PROVIDER}_matrix_product_backward"
+    provider = PROVIDER
+    computes = frozenset({"input", "weight"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        forward = problem.forward
+        support = _supports(problem, device)
+        if not support:
+            return support
+        assert forward.conv is not None
+        support = tiles_output(forward.conv)
+        if not support or forward.dtype != torch.float32 or "input" not in problem.gradients:
+            return support
+        taps = math.prod(forward.conv.kernel_size)
+        if taps > 1 and not onednn.in_plain_loops(forward, forward.dtype):
+            return Support.no("its float32 sums for the input are less exact than torch's")
+        return support
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        assert forward.conv is not None
+        dtype = computing_dtype(forward, device)
+        layout = result_layout(forward.layout)
+        total = _conversion_milliseconds(problem, device, dtype, layout)
+        if math.prod(forward.conv.kernel_size) > 1:
+            total += onednn.copy_milliseconds(device, forward.output_elements, dtype, dtype)
+        products = onednn.product_milliseconds(forward, device, dtype) + device.copy_milliseconds(
+            onednn.moved_bytes(forward, dtype)
+        )
+        return total + len(problem.parts) * (products + onednn.CALL * device.launch_milliseconds)
+
+    def compile(self, problem: BackwardProblem, device: Device) -> BackwardPlan:
+        return _MatrixProductPlan(self.name, problem, computing_dtype(problem.forward, device))
+
+
+def kernels() -> list[Kernel]:
+    return [WidenedGradients(), MatrixProductGradients()]

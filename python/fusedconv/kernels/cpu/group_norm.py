@@ -1,0 +1,272 @@
+"""GroupNorm with an activation in one compiled pass over each group, and its gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import (
+    CONTIGUOUS_STEP,
+    address,
+    group_norm_problem,
+    supports_compiled,
+)
+from fusedconv.kernels.cpu.convolution import PROVIDER, as_stored, computing_dtype
+from fusedconv.layout import Layout, empty, result_layout
+from fusedconv.plan import (
+    BackwardKernel,
+    BackwardPlan,
+    BackwardTensors,
+    ForwardKernel,
+    ForwardPlan,
+    Gradients,
+    Kernel,
+    Outputs,
+)
+from fusedconv.precision import COMPILED_DTYPES, dtype_name
+from fusedconv.problem import ActNormAct, BackwardProblem, ForwardProblem, act_norm_act
+from fusedconv.support import Support
+
+#: Passes over a tensor that a compiled pass over two tensors takes, and one over three.
+_PASSES, _GRADIENT_PASSES = 2.0, 4.0
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+class Stages:
+    """The compiled stages of a problem, from dense tensors of one layout and dtype to the problem's
+    output: activations and, where the problem has it, the normalisation between them."""
+
+    def __init__(
+        self, problem: ForwardProblem, form: ActNormAct, layout: Layout, dtype: torch.dtype
+    ) -> None:
+        self.compiled = group_norm_problem(
+            problem,
+            form,
+            batch=problem.batch,
+            input_layout=layout,
+            output_layout=problem.output_layout,
+            dtype=dtype,
+        )
+        self.save = problem.save and form.norm is not None
+        self.normalises = form.norm is not None
+        self.keeps = layout == problem.output_layout and dtype == problem.output_dtype
+        self.layout, self.dtype = problem.output_layout, problem.output_dtype
+        self.statistics = (
+            problem.batch,
+            form.norm.groups(problem.output_channels) if form.norm else 0,
+        )
+        fused = [form.before, "group_norm" if form.norm else "identity", form.after]
+        name = "fused " + " + ".join(part for part in fused if part != "identity")
+        changes = []
+        if layout != problem.output_layout:
+            changes.append(f"{layout.upper()} to {problem.output_layout.upper()}")
+        if dtype != problem.output_dtype:
+            changes.append(f"{dtype_name(dtype)} to {dtype_name(problem.output_dtype)}")
+        self.step = f"{name}{', ' if changes else ''}{', '.join(changes)} (fusedconv._C)"
+
+    def run(
+        self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Output, and mean and rstd where they are saved."""
+        output = torch.empty_like(x) if self.keeps else empty(x, x.shape, self.layout, self.dtype)
+        threads = torch.get_num_threads()
+        if not self.normalises:
+            _C.cpu.activate(self.compiled, x.data_ptr(), output.data_ptr(), threads)
+            return output, None, None
+        mean = rstd = None
+        if self.save:
+            mean = torch.empty(self.statistics, dtype=torch.float32)
+            rstd = torch.empty(self.statistics, dtype=torch.float32)
+        norm_weight, norm_bias = _contiguous(norm_weight), _contiguous(norm_bias)
+        _C.cpu.group_norm(
+            self.compiled,
+            x.data_ptr(),
+            output.data_ptr(),
+            address(norm_weight),
+            address(norm_bias),
+            address(mean),
+            address(rstd),
+            threads,
+        )
+        return output, mean, rstd
+
+
+def converts(dtype: torch.dtype, output_dtype: torch.dtype) -> Support:
+    """Whether compiled passes read the one and write the other."""
+    known = dtype in COMPILED_DTYPES and output_dtype in COMPILED_DTYPES
+    if known and (dtype == output_dtype or torch.float32 in (dtype, output_dtype)):
+        return Support.yes()
+    return Support.no(
+        f"output dtype is {dtype_name(output_dtype)}, the input's {dtype_name(dtype)}"
+    )
+
+
+class GroupNormPlan(ForwardPlan):
+    def __init__(self, kernel: str, problem: ForwardProblem, form: ActNormAct) -> None:
+        self.kernel = kernel
+        self.problem = problem
+        self.strided = problem.layout == "strided"
+        self.stages = Stages(problem, form, result_layout(problem.layout), problem.dtype)
+        self.steps = ((CONTIGUOUS_STEP,) if self.strided else ()) + (self.stages.step,)
+
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        x = input.contiguous() if self.strided else input
+        output, mean, rstd = self.stages.run(x, norm_weight, norm_bias)
+        return Outputs(output, None, mean, rstd)
+
+
+class CpuGroupNorm(ForwardKernel):
+    name = f"{PROVIDER}_group_norm"
+    provider = PROVIDER
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        if device.type != "cpu":
+            return Support.no(f"runs on the processor, the input is on {device.type}")
+        if problem.conv is not None:
+            return Support.no("there is a convolution")
+        if problem.norm is None:
+            return Support.no("fuses activation and GroupNorm; there is no GroupNorm")
+        return supports_compiled(problem) and converts(problem.dtype, problem.output_dtype)
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return device.copy_milliseconds(_PASSES * problem.minimal_bytes)
+
+    def compile(self, problem: ForwardProblem, device: Device) -> GroupNormPlan:
+        form = act_norm_act(problem.epilogue)
+        assert isinstance(form, ActNormAct)
+        return GroupNormPlan(self.name, problem, form)
+
+
+# ---- backward ------------------------------------------------------------------------------------
+
+
+class GroupNormGradientsPlan(BackwardPlan):
+    """``dtype`` is that of the gradient of what the stages were computed from."""
+
+    def __init__(
+        self, kernel: str, problem: BackwardProblem, form: ActNormAct, dtype: torch.dtype
+    ) -> None:
+        forward = problem.forward
+        assert form.norm is not None
+        self.kernel = kernel
+        self.problem = problem
+        self.channels = forward.output_channels
+        # Gradients of another dtype than what was saved: all in float32.
+        mixed = problem.grad_dtype != forward.dtype
+        self.read = torch.float32 if mixed else forward.dtype
+        self.dtype = torch.float32 if mixed else dtype
+        # What has no convolution in front was saved as it was given.
+        self.layout: Layout = result_layout(forward.layout)
+        self.compiled = group_norm_problem(
+            forward,
+            form,
+            batch=forward.batch,
+            input_layout=self.layout,
+            output_layout=self.layout,
+            dtype=self.read,
+            output_dtype=self.dtype,
+        )
+        copies = []
+        if mixed:
+            copies.append(f"torch copy of saved tensor or gradient to {dtype_name(self.read)}")
+        if problem.grad_layout != self.layout:
+            copies.append(f"torch copy of the output's gradient to {self.layout.upper()}")
+        if forward.conv is None and forward.layout == "strided":
+            copies.append(CONTIGUOUS_STEP)
+        self.copies = bool(copies)
+        fused = [form.after, "group_norm", form.before]
+        names = " + ".join(part for part in fused if part != "identity")
+        self.steps = (*copies, f"fused gradients of {names} (fusedconv._C)")
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        wanted = self.problem.gradients
+        assert tensors.mean is not None and tensors.rstd is not None
+        x, grad = tensors.of_epilogue, tensors.grad_output
+        if self.copies:
+            x = as_stored(x, self.layout, self.read)
+            grad = as_stored(grad, self.layout, self.read)
+        norm_weight, norm_bias = _contiguous(tensors.norm_weight), _contiguous(tensors.norm_bias)
+        grad_input = grad_weight = grad_bias = None
+        if wanted & {"conv_output", "input"}:
+            if self.dtype == self.read:
+                grad_input = torch.empty_like(x)
+            else:
+                grad_input = empty(x, x.shape, self.layout, self.dtype)
+        if "norm_weight" in wanted:
+            grad_weight = torch.empty(self.channels, dtype=torch.float32)
+        if "norm_bias" in wanted:
+            grad_bias = torch.empty(self.channels, dtype=torch.float32)
+        _C.cpu.group_norm_gradients(
+            self.compiled,
+            grad.data_ptr(),
+            x.data_ptr(),
+            tensors.mean.data_ptr(),
+            tensors.rstd.data_ptr(),
+            address(norm_weight),
+            address(norm_bias),
+            address(grad_input),
+            address(grad_weight),
+            address(grad_bias),
+            torch.get_num_threads(),
+        )
+        return Gradients.of_epilogue(self.problem, grad_input, grad_weight, grad_bias)
+
+
+class CpuGroupNormBackward(BackwardKernel):
+    """Gradients of the stages behind a convolution or of an input. Where the convolution's
+    gradients are computed in float32, it leaves them what they need unrounded."""
+
+    name = f"{PROVIDER}_group_norm_backward"
+    provider = PROVIDER
+    computes = frozenset({"epilogue"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        forward = problem.forward
+        if device.type != "cpu":
+            return Support.no(f"runs on the processor, the input is on {device.type}")
+        if forward.norm is None:
+            return Support.no("fuses activation and GroupNorm; there is no GroupNorm")
+        support = supports_compiled(forward)
+        if not support:
+            return support
+        if "residual" in problem.gradients:
+            return Support.no("there is a residual")
+        if problem.grad_dtype not in (forward.dtype, torch.float32):
+            return Support.no(f"dtype of the output's gradient is {dtype_name(problem.grad_dtype)}")
+        form = act_norm_act(forward.epilogue)
+        assert isinstance(form, ActNormAct)
+        if "identity" not in (form.before, form.after):
+            return Support.no("there are activations in front of the GroupNorm and behind it")
+        return Support.yes()
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        forward = problem.forward
+        size = forward.output_elements * forward.dtype.itemsize
+        return device.copy_milliseconds(_GRADIENT_PASSES * size)
+
+    def compile(self, problem: BackwardProblem, device: Device) -> GroupNormGradientsPlan:
+        forward = problem.forward
+        form = act_norm_act(forward.epilogue)
+        assert isinstance(form, ActNormAct)
+        dtype = forward.dtype if forward.conv is None else computing_dtype(forward, device)
+        return GroupNormGradientsPlan(self.name, problem, form, dtype)
+
+
+def kernels() -> list[Kernel]:
+    return [CpuGroupNorm(), CpuGroupNormBackward()]

@@ -30,7 +30,7 @@ def test_it_prints_and_returns(random, capsys):
     assert text == f"{explanations[0]}\n"
     assert "conv_transpose2d 4->6 k3x3" in text
     assert "nchw, processor\n" in text
-    assert "kernel: cpu_group_norm (provider cpu, estimated " in text
+    assert "kernel: cpu_conv_transpose (provider cpu, estimated " in text
     assert "1. torch.conv_transpose2d" in text
     assert "2. fused group_norm + gelu" in text
     ((part, candidates),) = explanations[0].candidates

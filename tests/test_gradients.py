@@ -341,8 +341,9 @@ def test_gradients_have_their_tensors_dtypes_before_autograd_casts_them(affine):
 @pytest.mark.parametrize(
     ("wrong", "got"), [(None, "none"), (lambda t: t.flatten(), r"shape \(\d+,\)")]
 )
-def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, monkeypatch):
+def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, monkeypatch, force):
     """Autograd would name neither the kernel nor the gradient."""
+    force("torch_epilogue_backward")
 
     def broken(problem, tensors):
         found = epilogue_gradients(problem, tensors)

@@ -178,13 +178,16 @@ def test_devices_are_told_apart(function, call, tensors):
             function(**{**call, name: call[name].to("meta")})
 
 
-@pytest.mark.parametrize(("function", "call"), [(conv_plan, CONV), (group_norm_plan, NORM)])
-def test_forced_kernels_are_told_apart(function, call, force):
-    assert function(**call).kernel == "cpu_group_norm"
+@pytest.mark.parametrize(
+    ("function", "call", "ours"),
+    [(conv_plan, CONV, "cpu_conv_transpose"), (group_norm_plan, NORM, "cpu_group_norm")],
+)
+def test_forced_kernels_are_told_apart(function, call, ours, force):
+    assert function(**call).kernel == ours
     force("torch")
     assert function(**call).kernel == "torch"
     force("cpu")
-    assert function(**call).kernel == "cpu_group_norm"
+    assert function(**call).kernel == ours
 
 
 @pytest.mark.parametrize("requested", ["tf32", "fp32"])
@@ -379,6 +382,6 @@ def test_a_gradients_name_leaves_the_forward_pass_free(force):
     force("torch_convolution_backward")
     module = ConvTransposeActNorm2d(4, 6, 3, num_groups=2)
     forward, backward = explained(module, torch.randn(2, 4, 5, 5), gradients=True)
-    assert forward.kernel == "cpu_group_norm"
+    assert forward.kernel == "cpu_conv_transpose"
     assert "torch_convolution_backward" in backward.kernel
     assert backward.chosen_by == "torch_convolution_backward"

@@ -48,8 +48,9 @@ KERNELS = [
 ]
 #: The same for operators of torch on the processor.
 OPERATORS = [
-    (r"torch copy of the strided input", []),
+    (r"torch copy of ", []),
     (r"torch\.conv_transpose2d", ["aten::conv_transpose2d"]),
+    (r"torch\.conv2d", ["aten::conv2d"]),
     (r"torch\.group_norm", ["aten::native_group_norm"]),
     (r"torch gelu", ["aten::gelu"]),
     (r"torch silu", ["aten::silu"]),
@@ -57,6 +58,8 @@ OPERATORS = [
 ]
 #: The same for the backward pass, which computes activations anew beside.
 GRADIENT_OPERATORS = [
+    (r"torch copy of ", []),
+    (r"fused gradients of ", []),
     (r"gradient of torch\.group_norm", ["aten::native_group_norm_backward"]),
     (r"gradient of torch gelu", ["aten::gelu_backward"]),
     (r"gradient of torch silu", ["aten::silu_backward"]),
@@ -148,7 +151,7 @@ def test_steps_on_the_processor(kernel, layout, force):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_of_gradients_on_the_processor(layout, force):
     """Behind the processor's kernel; what torch's operators serve, autograd differentiates."""
-    force("cpu")
+    force("cpu,torch_convolution_backward")
     for call, leaves in calls("cpu", torch.float32, layout, "cpu"):
         forward, backward = explained(call, gradients=True)
         assert forward.problem.save

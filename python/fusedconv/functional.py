@@ -12,41 +12,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
 from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.arguments import choice, finite, integer, integers, tensor
 from fusedconv.kernels.torch import TorchPlan
+from fusedconv.plan import ForwardPlan
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
 from fusedconv.reference import compose, conv_transpose
 from fusedconv.selection import run
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
-
-try:
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-except AttributeError:  # private names may move; then every call goes through the dispatcher
-    _dispatch_modes = None  # type: ignore[assignment]
-
-
-def _goes_direct(input: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether no tracer, mode, transform, profiler or subclass wants to see the call, and every
-    tensor's memory holds its values (a negative view's holds their opposites)."""
-    if torch.compiler.is_compiling() or _dispatch_modes is None:
-        return False
-    if _dispatch_modes() or ops.is_transformed() or _is_tracing():
-        return False
-    if profiler._is_profiler_enabled or not (input.is_cuda or input.is_cpu):
-        return False
-    for each in tensors:
-        if each is not None and (type(each) not in _PLAIN or each.is_neg()):
-            return False
-    return True
 
 
 def _under_autocast(device: str) -> bool:
@@ -159,7 +137,7 @@ def conv_transpose_act_norm(
         return _composed_under_autocast(call)
     tensors = (input, weight, bias, norm_weight, norm_bias)
     save = ops.any_requires_grad(tensors)
-    if _goes_direct(input, tensors):
+    if ops.goes_direct(input, tensors):
         plan = ops.conv_plan(call, save)
         # Plain torch, gradients included. An explicit precision must hold in the backward pass too,
         # which the operator sees to.
@@ -169,8 +147,9 @@ def conv_transpose_act_norm(
             and (not save or ops.torch_differentiates(plan, input.device))
         ):
             return compose(plan.problem, *tensors).output
-        if not save:
-            return run(plan, *tensors).output
+        if save:
+            return ops.conv_transpose.direct(plan, call)
+        return run(plan, *tensors).output
     result: Tensor
     if _is_tracing():
         result = torch.ops.fusedconv.conv_transpose_act_norm_traced(*call)
@@ -228,6 +207,15 @@ def group_norm(
             group_norm, tensors, input, num_groups, weight, bias, eps, activation=activation,
             order=order,
         )  # fmt: skip
+    # A call seen before needs no check of its values, as their types are those that it had.
+    if type(num_groups) is int and type(eps) is float and type(order) is str:
+        name = "identity" if activation is None else activation
+        if type(name) is str and ops.goes_direct(input, tensors) and not _widens(input):
+            call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, None)
+            save = ops.any_requires_grad(tensors)
+            plan = ops.seen_group_norm_plan(call, save)
+            if plan is not None:
+                return _served_directly(plan, call, save)
     tensor("input", input)
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
@@ -237,26 +225,32 @@ def group_norm(
     num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups: got {num_groups}, expected a positive integer")
-    output_dtype: torch.dtype | None = None
-    if (
-        input.device.type == "cuda"
+    output_dtype = torch.float32 if _widens(input) else None
+    call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
+    if ops.goes_direct(input, tensors):
+        save = ops.any_requires_grad(tensors)
+        return _served_directly(ops.group_norm_plan(call, save), call, save)
+    result: Tensor = torch.ops.fusedconv.group_norm(*call)[0]
+    return result
+
+
+def _widens(input: Tensor) -> bool:
+    """Whether autocast lets GroupNorm return float32 for an input of 16 bits."""
+    return (
+        input.is_cuda
         and torch.is_autocast_enabled("cuda")
         and input.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def _served_directly(plan: ForwardPlan, call: ops.NormCall, save: bool) -> Tensor:
+    if isinstance(plan, TorchPlan) and (
+        not save or ops.torch_differentiates(plan, call.input.device)
     ):
-        output_dtype = torch.float32
-    save = ops.any_requires_grad(tensors)
-    call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
-    if _goes_direct(input, tensors):
-        plan = ops.group_norm_plan(call, save)
-        if isinstance(plan, TorchPlan) and (
-            not save or ops.torch_differentiates(plan, input.device)
-        ):
-            return compose(plan.problem, input, None, None, weight, bias).output
-        if not save:
-            return run(plan, input, None, None, weight, bias).output
-    outputs = torch.ops.fusedconv.group_norm(*call)
-    result: Tensor = outputs[0]
-    return result
+        return compose(plan.problem, call.input, None, None, call.weight, call.bias).output
+    if save:
+        return ops.group_norm.direct(plan, call)
+    return run(plan, call.input, None, None, call.weight, call.bias).output
 
 
 __all__ = ["conv_transpose_act_norm", "group_norm"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,9 @@ class Plan(ABC):
 
 class ForwardPlan(Plan):
     """A plan of a forward pass."""
+
+    #: Plans of its backward passes, by what tells them apart; None until there is one.
+    backward_plans: dict[Hashable, BackwardPlan] | None = None
 
     @abstractmethod
     def run(

@@ -5,12 +5,13 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 """
 
 from fusedconv.ops import conv_transpose, flops, group_norm
-from fusedconv.ops.common import any_requires_grad, is_transformed
+from fusedconv.ops.common import any_requires_grad, goes_direct
 from fusedconv.ops.planning import (
     ConvCall,
     NormCall,
     conv_plan,
     group_norm_plan,
+    seen_group_norm_plan,
     torch_differentiates,
 )
 
@@ -23,8 +24,9 @@ __all__ = [
     "conv_plan",
     "conv_transpose",
     "flops",
+    "goes_direct",
     "group_norm",
     "group_norm_plan",
-    "is_transformed",
+    "seen_group_norm_plan",
     "torch_differentiates",
 ]

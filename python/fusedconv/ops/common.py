@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.autograd import make_autograd_impl
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from fusedconv.errors import KernelError
 from fusedconv.layout import dense, result_layout_of
 from fusedconv.norms import statistics_dtype
-from fusedconv.plan import Outputs
+from fusedconv.ops.planning import gradient_plan
+from fusedconv.plan import BackwardTensors, ForwardPlan, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import ForwardProblem
 from fusedconv.recording import Call, Composition, record
 from fusedconv.reference import compose
-from fusedconv.selection import log_once
+from fusedconv.selection import log_once, run, run_backward
 
 #: Holds the registrations that torch.library has no function for.
 LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
@@ -50,7 +51,8 @@ def promised(
         raise KernelError(
             f"{kernel}: got {got} for the gradient of {name}, expected shape {tuple(like.shape)}"
         )
-    return dense(result, layout).to(like.dtype)
+    result = dense(result, layout)
+    return result if result.dtype == like.dtype else result.to(like.dtype)
 
 
 def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,9 +94,43 @@ except AttributeError:  # a private name, which may move
         return None
 
 
+try:
+    #: Of ``torch.autograd.grad(..., is_grads_batched=True)``, which no transform stands for.
+    _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+except AttributeError:  # a private name, which may move
+
+    def _is_batched(tensor: Tensor) -> bool:
+        return False
+
+
 def is_transformed() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is under way."""
     return _functorch_level() is not None or forward_ad._current_level >= 0
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+try:
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+except AttributeError:  # private names may move; then every call goes through the dispatcher
+    _dispatch_modes = None  # type: ignore[assignment]
+
+
+def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no tracer, mode, transform, profiler or subclass wants to see a call, and every
+    tensor's memory holds its values (a negative view's holds their opposites)."""
+    if torch.compiler.is_compiling() or _dispatch_modes is None:
+        return False
+    if _dispatch_modes() or is_transformed() or _is_tracing():
+        return False
+    if profiler._is_profiler_enabled:
+        return False
+    for each in tensors:
+        if each is not None and (type(each) not in _PLAIN or each.is_neg()):
+            return False
+    return input.is_cpu or input.is_cuda
 
 
 def _has_tangent(arguments: Iterable[object]) -> bool:
@@ -189,6 +225,106 @@ def register_gradients(
         return generated(keyset, *arguments, **keywords)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def direct_operator(
+    names: tuple[str, ...],
+    gradient_names: tuple[str, ...],
+    given: Callable[..., Tensors],
+    in_torch: Callable[[Any], Tensor],
+    dispatched: Callable[..., Sequence[Tensor]],
+) -> Callable[[ForwardPlan, Any], Tensor]:
+    """An operator as autograd follows it without the dispatcher, for calls that ``goes_direct``
+    finds nobody else to see: the dispatcher takes longer than a small tensor.
+
+    ``names`` are the tensors of the operator's call, ``gradient_names`` what a problem calls their
+    gradients, ``given(*tensors)`` what a plan takes. ``in_torch(call)`` is the output in torch's
+    operators, for second derivatives; ``dispatched(grad, conv_output, mean, rstd, needs, call)``
+    are the gradients for a backward pass that somebody wants to see.
+    """
+    absent: dict[str, Any] = dict.fromkeys(names)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, plan: ForwardPlan, call: Any, *tensors: Tensor | None) -> Tensor:
+            output, conv_output, mean, rstd = run(plan, *given(*tensors))
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*tensors, conv_output, mean, rstd)
+            ctx.plan = plan
+            # Without the tensors, which are saved.
+            ctx.call = call._replace(**absent)
+            ctx.recording = record.current()
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            (grad,) = grads
+            if grad is None:
+                return (None,) * (2 + len(names))
+            *tensors, conv_output, mean, rstd = ctx.saved_tensors
+            needs = ctx.needs_input_grad[2:]
+
+            def call(tensors: Sequence[Tensor | None]) -> Any:
+                return ctx.call._replace(**dict(zip(names, tensors, strict=True)))
+
+            found: Sequence[Tensor | None]
+            if differentiates_gradients(grad):
+                found = gradients_by_composition(
+                    lambda *tensors: in_torch(call(tensors)), tensors, needs, grad
+                )
+                return (None, None, *found)
+            with recorded_with(ctx.recording):
+                if _is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
+                    found = dispatched(grad, conv_output, mean, rstd, needs, call(tensors))
+                else:
+                    found = computed(ctx, call, grad, tensors, conv_output, mean, rstd, needs)
+            return (
+                None,
+                None,
+                *(gradient if need else None for gradient, need in zip(found, needs, strict=True)),
+            )
+
+    def computed(
+        ctx: Any,
+        call: Callable[[Sequence[Tensor | None]], Any],
+        grad: Tensor,
+        tensors: Sequence[Tensor | None],
+        conv_output: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> list[Tensor | None]:
+        plan = gradient_plan(
+            ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
+        )
+        input, weight, _, norm_weight, norm_bias = given(*tensors)
+        gradients = run_backward(
+            plan,
+            BackwardTensors(grad, input, weight, conv_output, mean, rstd, norm_weight, norm_bias),
+        )
+        layout = result_layout_of(input)
+        return [
+            promised(
+                plan.kernel,
+                name,
+                input,
+                getattr(gradients, gradient),
+                tensor,
+                need,
+                layout if name == "input" else "nchw",
+            )
+            if need
+            else None
+            for name, gradient, tensor, need in zip(
+                names, gradient_names, tensors, needs, strict=True
+            )
+        ]
+
+    def direct(plan: ForwardPlan, call: Any) -> Tensor:
+        result: Tensor = Direct.apply(plan, call, *call.tensors)
+        return result
+
+    return direct
 
 
 def refuse_second_derivatives(name: str) -> None:

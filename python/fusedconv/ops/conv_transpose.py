@@ -14,6 +14,7 @@ from fusedconv.ops.common import (
     any_requires_grad,
     composed,
     differentiates_gradients,
+    direct_operator,
     gradients_by_composition,
     operator_outputs,
     promised,
@@ -23,7 +24,7 @@ from fusedconv.ops.common import (
     register_gradients,
 )
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan
-from fusedconv.plan import BackwardTensors
+from fusedconv.plan import BackwardTensors, ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.recording import record
 from fusedconv.selection import run, run_backward
@@ -50,7 +51,6 @@ _DIFFERENTIABLE = ("input", "weight", "bias", "norm_weight", "norm_bias")
 _PLACES = tuple(ConvCall._fields.index(name) for name in _DIFFERENTIABLE)
 
 
-@torch.library.impl(_CONV, "default")
 def _forward(*arguments: Any) -> Saved:
     *values, save = arguments
     call = ConvCall(*values)
@@ -65,6 +65,9 @@ def _forward(*arguments: Any) -> Saved:
         save,
     )
     return operator_outputs(call.input, run(plan, *call.tensors))
+
+
+torch.library.impl(_CONV, "default", _forward)
 
 
 @torch.library.register_fake(_CONV)
@@ -87,7 +90,6 @@ def _forward_fake(*arguments: Any) -> Saved:
     )
 
 
-@torch.library.impl(f"{_CONV}_backward", "default")
 def _backward(
     grad: Tensor,
     conv_output: Tensor,
@@ -119,6 +121,9 @@ def _backward(
         )
         for name, needed, layout in zip(_DIFFERENTIABLE, output_mask, layouts, strict=True)
     )
+
+
+torch.library.impl(f"{_CONV}_backward", "default", _backward)
 
 
 @torch.library.register_fake(f"{_CONV}_backward")
@@ -210,5 +215,38 @@ def _traced(*arguments: Any) -> Tensor:
 
 
 register_gradients(_NAME, _gradients, _setup_context, _in_torch)
+
+
+def _dispatched(
+    grad: Tensor,
+    conv_output: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    needs: Sequence[bool],
+    call: ConvCall,
+) -> Any:
+    saved = (grad.new_empty((0,)) if tensor is None else tensor for tensor in (mean, rstd))
+    assert conv_output is not None
+    return torch.ops.fusedconv.conv_transpose_act_norm_backward(
+        grad, conv_output, *saved, needs, *call
+    )
+
+
+_direct = direct_operator(
+    _DIFFERENTIABLE,
+    _DIFFERENTIABLE,
+    lambda *tensors: tensors,
+    lambda call: _in_torch(*call, False)[0],
+    _dispatched,
+)
+
+
+def direct(plan: ForwardPlan, call: ConvCall) -> Tensor:
+    """As the operator, without the dispatcher. The backward pass computes in the precision that
+    this call resolves to, whatever the switches say then."""
+    precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
+    return _direct(plan, call._replace(precision=precision))
+
+
 register_batching(_NAME)
 refuse_second_derivatives(f"{_NAME}_backward")

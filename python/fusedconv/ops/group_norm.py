@@ -13,6 +13,7 @@ from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     composed,
     differentiates_gradients,
+    direct_operator,
     gradients_by_composition,
     operator_outputs,
     promised,
@@ -49,13 +50,15 @@ _PLACES = tuple(NormCall._fields.index(name) for name in _DIFFERENTIABLE)
 _GRADIENTS = ("input", "norm_weight", "norm_bias")
 
 
-@torch.library.impl(_NORM, "default")
 def _forward(*arguments: Any) -> Outputs:
     call = NormCall(*arguments)
     plan = group_norm_plan(call, True)
     outputs = run(plan, call.input, None, None, call.weight, call.bias)
     output, _, mean, rstd = operator_outputs(call.input, outputs)
     return output, mean, rstd
+
+
+torch.library.impl(_NORM, "default", _forward)
 
 
 @torch.library.register_fake(_NORM)
@@ -73,7 +76,6 @@ def _forward_fake(*arguments: Any) -> Outputs:
     )
 
 
-@torch.library.impl(f"{_NORM}_backward", "default")
 def _backward(
     grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
@@ -102,6 +104,9 @@ def _backward(
             _GRADIENTS, _DIFFERENTIABLE, output_mask, layouts, strict=True
         )
     )
+
+
+torch.library.impl(f"{_NORM}_backward", "default", _backward)
 
 
 @torch.library.register_fake(f"{_NORM}_backward")
@@ -167,5 +172,14 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 register_gradients(_NAME, _gradients, _setup_context, _in_torch)
+direct = direct_operator(
+    _DIFFERENTIABLE,
+    _GRADIENTS,
+    lambda input, weight, bias: (input, None, None, weight, bias),
+    lambda call: _in_torch(*call)[0],
+    lambda grad, conv_output, mean, rstd, needs, call: torch.ops.fusedconv.group_norm_backward(
+        grad, mean, rstd, needs, *call
+    ),
+)
 register_batching(_NAME)
 refuse_second_derivatives(f"{_NAME}_backward")

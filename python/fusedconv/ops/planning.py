@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -225,18 +225,15 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     return plan
 
 
-def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
-    """The plan of a GroupNorm call; arguments are validated when seen first, as in conv_plan."""
+def _norm_key(call: NormCall, save: bool) -> Hashable:
+    """What a GroupNorm call's plan is kept under; values compare as in conv_plan."""
     input, num_groups, weight, bias, eps, activation, order, output_dtype = call
-    if input.layout is not torch.strided:
-        validation.check_input(input)
-    aligned = _is_aligned(input)
-    key = (
+    return (
         input.shape,
         input.stride(),
         input.dtype,
         input.device,
-        aligned,
+        _is_aligned(input),
         num_groups,
         _signature(weight),
         _signature(bias),
@@ -247,9 +244,24 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
         save,
         forced_kernels(),
     )
+
+
+def seen_group_norm_plan(call: NormCall, save: bool) -> ForwardPlan | None:
+    """The plan of a GroupNorm call seen before, None for another one."""
+    if record.active or call.input.layout is not torch.strided:
+        return None
+    plan: ForwardPlan | None = cached(_norm_key(call, save))
+    return plan
+
+
+def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
+    """The plan of a GroupNorm call; arguments are validated when seen first, as in conv_plan."""
+    if call.input.layout is not torch.strided:
+        validation.check_input(call.input)
+    key = _norm_key(call, save)
     plan: Any = cached(key)
     if plan is None or record.active:
-        plan = _planned(call.problem(save, aligned), input.device, key)
+        plan = _planned(call.problem(save, _is_aligned(call.input)), call.input.device, key)
     return plan
 
 
@@ -318,4 +330,31 @@ def backward_plan(
             gradients=wanted,
         )
         plan = _planned(problem, call.input.device, key)
+    return plan
+
+
+def gradient_plan(
+    forward: ForwardPlan,
+    call: Callable[[], ConvCall | NormCall],
+    grad: Tensor,
+    conv_output: Tensor | None,
+    names: tuple[str, ...],
+    needs: tuple[bool, ...],
+) -> BackwardPlan:
+    """As ``backward_plan``, where the plan of the forward pass is at hand: its problem tells apart
+    what the call would."""
+    key = (
+        needs,
+        grad.stride(),
+        grad.dtype,
+        _is_aligned(grad),
+        conv_output is None or _is_aligned(conv_output),
+        forced_kernels(),
+    )
+    known = forward.backward_plans
+    if known is None:
+        known = forward.backward_plans = {}
+    plan = known.get(key)
+    if plan is None or record.active:
+        plan = known[key] = backward_plan(call(), grad, conv_output, names, needs)
     return plan

@@ -1,6 +1,6 @@
 # make demo   install into .venv and run the three systems    make test   install and run the tests
 # make lint   style and types                                 make format rewrite sources in style
-# make bench  the benchmark (needs a GPU)                     make wheel  build a wheel into dist/
+# make bench  the benchmark                                   make wheel  build a wheel into dist/
 # make nvcc   install nvcc from Python packages, where the machine has no CUDA toolkit
 #
 # PYTHON, TORCH and VENV choose the interpreter, the torch requirement and the environment's folder.

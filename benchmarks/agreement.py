@@ -45,15 +45,15 @@ def compare(actual: Tensor, expected: Tensor) -> dict[str, Any]:
 
 
 def records(
-    system: str, precision: str, contenders: list[str], device: torch.device, small: bool
+    system: str, precision: str, contenders: list[str], device: torch.device, size: str
 ) -> list[dict[str, Any]]:
-    setup = prepare(Cell(system, precision, "nchw", "forward"), device, small)
+    setup = prepare(Cell(system, precision, "nchw", "forward"), device, size)
     x = setup.inputs[0]
     result = []
     with torch.no_grad(), precision_mode(precision):
         expected = setup.original(x)
         for name in contenders:
-            model: nn.Module = CONTENDERS[name].build(setup.system, setup.original)
+            model: nn.Module = CONTENDERS[name].build(setup.workload, setup.original)
             found = compare(model(x), expected)
             result.append(
                 {
@@ -72,18 +72,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     default = Path(__file__).parent / "results" / "h200-agreement.json"
     parser.add_argument("--output", type=Path, default=default)
-    parser.add_argument("--small", action="store_true", help="sizes for a processor")
+    parser.add_argument("--small", action="store_true", help="sizes that run in moments")
     parser.add_argument("--contender", action="append", choices=COMPARED)
     parser.add_argument("--commit")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = "small" if options.small else "full"
     chosen = options.contender or list(COMPARED)
     every: list[dict[str, Any]] = []
     print("| system | precision | contender | allclose | largest difference | share beyond |")
     print("|---|---|---|---|---|---|")
     for system in SYSTEMS:
         for precision in ("fp32",) if system == "system3" else ("tf32", "fp32"):
-            for record in records(system, precision, chosen, device, options.small):
+            for record in records(system, precision, chosen, device, size):
                 every.append(record)
                 print(
                     f"| {system} | {precision} | {record['contender']} | {record['allclose']} | "

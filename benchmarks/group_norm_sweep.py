@@ -76,15 +76,7 @@ KERNELS = ("groupnorm_resident", "groupnorm_streamed", "groupnorm_two_pass")
 
 def times_of(model: nn.Module, inputs: list[torch.Tensor], clock: Clock) -> dict[str, Any]:
     with torch.no_grad():
-        times, host = clock.measure([lambda x=x: model(x) for x in inputs])
-    deciles = statistics.quantiles(times, n=10)
-    return {
-        "median_ms": statistics.median(times),
-        "p10_ms": deciles[0],
-        "p90_ms": deciles[-1],
-        "host_us": host,
-        "reps": len(times),
-    }
+        return clock.measure([lambda x=x: model(x) for x in inputs]).fields()
 
 
 def kernel_times(model: nn.Module, inputs: list[torch.Tensor], clock: Clock) -> dict[str, float]:

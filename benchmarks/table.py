@@ -1,15 +1,21 @@
-"""Prints the records of a results file as a Markdown table: one row a cell, times in milliseconds.
+"""Prints the records of a results file as Markdown tables, times in milliseconds.
 
 usage: python benchmarks/table.py [benchmarks/results/h200.json]
 
-Speed-ups are fusedconv's, as torch comes, over the better of the two eagers and over the best peer.
+Systems have one row a cell; speed-ups are fusedconv's, as torch comes, over the better of the two
+eagers and over the best peer. GroupNorm workloads are many and small: their rows are geometric
+means of the speed-ups over a peer, the least one, and the share of cells below 0.95.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from fusedconv.benchmark import NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.models import SYSTEMS
 
 EAGERS = ("eager", "eager_cudnn_benchmark")
 PEERS = (*EAGERS, "compile", "compile_max_autotune", "rewrite", "rewrite_compile")
@@ -19,44 +25,108 @@ COLUMNS = ("cell", "floor", *OURS, "vs better eager", "vs best peer", *PEERS, "e
 
 def row(cell: str, records: dict[str, dict]) -> list[str]:
     """The columns of one cell; what was not measured or failed is left empty."""
-    times = {
+    medians = {
         name: record["median_ms"]
         for name, record in records.items()
         if record["median_ms"] is not None
     }
-    ours = times.get("fusedconv")
+    ours = medians.get("fusedconv")
 
     def shown(time: float | None) -> str:
         return "" if time is None else f"{time:.2f}"
 
     def over(peers: tuple[str, ...]) -> str:
-        known = [times[peer] for peer in peers if peer in times]
+        known = [medians[peer] for peer in peers if peer in medians]
         return f"{min(known) / ours:.2f}x" if known and ours is not None else ""
 
     error = ""
-    if ours is not None and "eager" in times:
+    if ours is not None and "eager" in medians:
         error = f"{records['fusedconv']['error_fp64'] / records['eager']['error_fp64']:.2f}"
     floors = [record["floor_ms"] for record in records.values() if record["floor_ms"] is not None]
     return [
         cell,
         shown(floors[0] if floors else None),
-        *(shown(times.get(name)) for name in OURS),
+        *(shown(medians.get(name)) for name in OURS),
         over(EAGERS),
         over(PEERS),
-        *(shown(times.get(name)) for name in PEERS),
+        *(shown(medians.get(name)) for name in PEERS),
         error,
     ]
 
 
-def main(path: Path) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    columns = tuple(columns)
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for each in rows:
+        print("| " + " | ".join(each) + " |")
+
+
+def print_systems(records: list[dict]) -> None:
+    """One row a cell; columns of what was not measured are left out."""
     cells: dict[str, dict[str, dict]] = {}
-    for record in json.loads(path.read_text())["records"]:
-        cell = " ".join(record[field] for field in ("workload", "pass", "precision", "layout"))
-        cells.setdefault(cell, {})[record["contender"]] = record
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    for cell, records in sorted(cells.items()):
-        print("| " + " | ".join(row(cell, records)) + " |")
+    for record in records:
+        cells.setdefault(Cell.of(record).title, {})[record["contender"]] = record
+    present = {record["contender"] for record in records}
+    absent = {*OURS, *PEERS} - present
+    if all(record["floor_ms"] is None for record in records):
+        absent.add("floor")
+    shown = [index for index, name in enumerate(COLUMNS) if name not in absent]
+    rows = [row(cell, found) for cell, found in sorted(cells.items())]
+    print_table(
+        (COLUMNS[index] for index in shown),
+        ([each[index] for index in shown] for each in rows),
+    )
+
+
+def norm_key(part: str) -> Callable[[Cell], str]:
+    """What cells are gathered by."""
+    return {
+        "all": lambda cell: "all",
+        "dtype and layout": lambda cell: f"{cell.precision} {cell.layout}",
+        "activation": lambda cell: NORMS[cell.workload].variant,
+        "shape": lambda cell: NORMS[cell.workload].plain_name.removeprefix("group_norm_"),
+    }[part]
+
+
+def print_norms(records: list[dict]) -> None:
+    """Speed-ups of all cells, and by dtype and layout, activation, and shape."""
+    found = summaries(times(records))
+    rows: dict[str, dict[tuple[str, str], dict[Cell, float]]] = {}
+    for part in ("all", "dtype and layout", "activation", "shape"):
+        key = norm_key(part)
+        for which, summary in found.items():
+            for cell, ratio in summary.ratios.items():
+                rows.setdefault(key(cell), {}).setdefault(which, {})[cell] = ratio
+    print_table(
+        ("cells", *(f"{pass_} over {peer}" for pass_, peer in found)),
+        (
+            [name, *(in_short(ratios.get(which)) for which in found)]
+            for name, ratios in rows.items()
+        ),
+    )
+
+
+def in_short(ratios: dict[Cell, float] | None) -> str:
+    if ratios is None:
+        return ""
+    summary = Summary(ratios)
+    text = f"{summary.mean:.2f}x, least {summary.least:.2f}x"
+    return f"{text}, {summary.slower} of {len(ratios)} slower" if summary.slower else text
+
+
+def main(path: Path) -> None:
+    records = json.loads(path.read_text())["records"]
+    systems = [record for record in records if record["workload"] in SYSTEMS]
+    norms = [record for record in records if record["workload"] in NORMS]
+    if systems:
+        print_systems(systems)
+    if norms:
+        if systems:
+            print()
+        print_norms(norms)
+        print()
+        print("\n".join(f"    {line}" for line in lines(norms)))
 
 
 if __name__ == "__main__":

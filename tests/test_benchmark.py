@@ -72,7 +72,10 @@ class Events(benchmark.Observer):
 def test_records_have_every_field_and_weights_may_change():
     events = Events()
     records = benchmark.run(None, contenders=["fusedconv", "eager"], observer=events, **SMALL)
-    assert [(r["contender"], r["pass"]) for r in records] == events.names
+    assert events.names == [("fusedconv, eager", name) for name in benchmark.PASSES]
+    assert [(r["contender"], r["pass"]) for r in records] == [
+        (contender, name) for name in benchmark.PASSES for contender in ("fusedconv", "eager")
+    ]
     assert events.count == len(records) == len(events.shares) == 4
     assert events.shares == sorted(events.shares)
     assert events.shares[-1] == pytest.approx(1.0)
@@ -87,8 +90,8 @@ def test_records_have_every_field_and_weights_may_change():
 def served(**changes) -> list[dict]:
     """What a child answers to a small job, computed in this process."""
     job = {
-        **dict(device="cpu", index=None, seconds=0.0, least=1, small=True, rates={}),
-        "contender": "eager",
+        **dict(device="cpu", index=None, rates={}, seconds=0.0, least=1, most=1, size="small"),
+        "contenders": ["eager"],
         "cells": [
             cell.fields() for cell in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"])
         ],
@@ -100,15 +103,17 @@ def served(**changes) -> list[dict]:
 
 
 def test_a_failing_peer_is_recorded_and_ours_ends_the_job(monkeypatch):
-    def fail(contender, system, original):
+    def fail(contender, workload, original):
         raise RuntimeError(f"{contender.name} broke")
 
     monkeypatch.setattr(contenders.Contender, "build", fail)
     began, line = served()
     assert began == {"began": 0}
-    assert line["record"]["error"] == "RuntimeError: eager broke"
-    assert line["record"]["median_ms"] is None
-    began, line = served(contender="fusedconv")
+    (record,) = line["records"]
+    assert record["error"] == "RuntimeError: eager broke"
+    assert record["median_ms"] is None
+    assert record.keys() >= FIELDS
+    began, line = served(contenders=["eager", "fusedconv"])
     assert line["failed"] == "RuntimeError: fusedconv broke"
     assert "in fail" in line["traceback"]
 
@@ -116,8 +121,8 @@ def test_a_failing_peer_is_recorded_and_ours_ends_the_job(monkeypatch):
 def test_a_changed_weight_that_is_not_seen_shows(monkeypatch):
     build = contenders.Contender.build
 
-    def frozen(contender, system, original):
-        model = build(contender, system, original)
+    def frozen(contender, workload, original):
+        model = build(contender, workload, original)
         values = [parameter.detach().clone() for parameter in model.parameters()]
 
         def restore(module, arguments):
@@ -130,8 +135,9 @@ def test_a_changed_weight_that_is_not_seen_shows(monkeypatch):
 
     monkeypatch.setattr(contenders.Contender, "build", frozen)
     _, line = served()
-    assert line["record"]["error_fp64"] < 1e-6
-    assert line["record"]["error_fp64_after"] > 1e-2
+    (record,) = line["records"]
+    assert record["error_fp64"] < 1e-6
+    assert record["error_fp64_after"] > 1e-2
 
 
 @pytest.mark.parametrize("name", benchmark.CONTENDERS)
@@ -151,15 +157,15 @@ def test_the_switch_is_set_before_anything_runs(monkeypatch, name):
     monkeypatch.setattr(torch, "compile", lambda model, mode: model)
     build = contenders.Contender.build
 
-    def watched(contender, system, original):
-        model = build(contender, system, original)
+    def watched(contender, workload, original):
+        model = build(contender, workload, original)
         model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
         return model
 
     monkeypatch.setattr(contenders.Contender, "build", watched)
     before = torch.backends.cudnn.benchmark
     (fields,) = (c.fields() for c in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"]))
-    served(contender=name, cells=[fields])
+    served(contenders=[name], cells=[fields])
     assert torch.backends.cudnn.benchmark == before
     expected = name not in ("fusedconv", "eager")
     assert len(seen) >= 3
@@ -171,8 +177,8 @@ ANSWERS_ONCE = """
 import json, sys
 job = json.loads(sys.stdin.readline())
 print(json.dumps({"began": 0}))
-record = {**job["cells"][0], "contender": job["contender"], "median_ms": 1.0}
-print(json.dumps({"record": record}))
+record = {**job["cells"][0], "contender": job["contenders"][0], "median_ms": 1.0}
+print(json.dumps({"records": [record]}))
 sys.stdout.flush()
 sys.exit(3)
 """
@@ -189,7 +195,9 @@ def test_a_crash_is_the_result_of_the_cells_that_are_left(monkeypatch):
 
 def test_a_crash_of_ours_is_raised(monkeypatch):
     monkeypatch.setattr(running, "_command", lambda: [sys.executable, "-c", DIES])
-    with pytest.raises(benchmark.ContenderError, match=r"fusedconv: .* status 3: it is over"):
+    with pytest.raises(
+        benchmark.ContenderError, match=r"fusedconv, eager: .* status 3: it is over"
+    ):
         benchmark.run(None, contenders=["fusedconv", "eager"], **SMALL)
 
 
@@ -211,8 +219,9 @@ if job.get("measure") == "rates":
 assert job["rates"] == rates and job["device"] == "cuda"
 for number, cell in enumerate(job["cells"]):
     print(json.dumps({"began": number}))
-    record = {**cell, "contender": job["contender"], "device": device, "median_ms": 1.0}
-    print(json.dumps({"record": record}))
+    (name,) = job["contenders"]
+    record = {**cell, "contender": name, "device": device, "median_ms": 1.0}
+    print(json.dumps({"records": [record]}))
 """
 
 
@@ -236,7 +245,7 @@ def test_devices_share_the_work_and_the_parent_touches_none(monkeypatch, tmp_pat
 
 
 def names(jobs):
-    return [(job.contender.name, len(job.cells)) for job in jobs]
+    return [(job.title, len(job.cells)) for job in jobs]
 
 
 def test_one_device_gets_one_job_a_contender():
@@ -256,10 +265,10 @@ def test_one_device_gets_one_job_a_contender():
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_several_devices_share_every_cell_once(devices):
     jobs = running.jobs(benchmark.CONTENDERS, select_cells(), devices, 0.5)
-    work = [(job.contender.name, cell) for job in jobs for cell in job.cells]
+    work = [(job.title, cell) for job in jobs for cell in job.cells]
     once = running.jobs(benchmark.CONTENDERS, select_cells(), 1, 0.5)
     assert sorted(work, key=str) == sorted(
-        ((job.contender.name, cell) for job in once for cell in job.cells), key=str
+        ((job.title, cell) for job in once for cell in job.cells), key=str
     )
     for job in jobs:
         assert len({cell.workload for cell in job.cells}) == 1
@@ -320,8 +329,8 @@ def test_a_file_keeps_what_is_not_measured_anew(tmp_path):
 
 
 def test_short_calls_end_before_their_time():
-    times, _ = benchmark.Clock(torch.device("cpu"), seconds=3600.0, least=1).measure([int])
-    assert len(times) == 200
+    clock = benchmark.Clock(torch.device("cpu"), seconds=3600.0, least=1, most=200)
+    assert clock.measure([int]).fields()["reps"] == 200
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -392,6 +401,18 @@ def test_agreement_of_the_small_sizes(tmp_path, capsys):
     assert capsys.readouterr().out.count("| True |") == 5
 
 
+def table_of(tmp_path, capsys, records) -> list[str]:
+    """The lines that the table prints of a file with these records."""
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"records": records}))
+    script("table").main(path)
+    return capsys.readouterr().out.splitlines()
+
+
+def cells_of(line: str) -> list[str]:
+    return [part.strip() for part in line.strip("|").split("|")]
+
+
 def test_the_table_takes_the_better_eager(tmp_path, capsys):
     cell = Cell("system1", "tf32", "nchw", "forward").fields()
 
@@ -402,12 +423,54 @@ def test_the_table_takes_the_better_eager(tmp_path, capsys):
 
     times = {"fusedconv": 1.0, "eager": 4.0, "eager_cudnn_benchmark": 3.0}
     times |= {"compile": None, "rewrite": 2.0}
-    path = tmp_path / "figures.json"
-    path.write_text(json.dumps({"records": [record(*item) for item in times.items()]}))
-    table = script("table")
-    table.main(path)
-    (line,) = capsys.readouterr().out.splitlines()[2:]
-    row = dict(zip(table.COLUMNS, map(str.strip, line.strip("|").split("|")), strict=True))
+    head, _, line = table_of(tmp_path, capsys, [record(*item) for item in times.items()])
+    row = dict(zip(cells_of(head), cells_of(line), strict=True))
     assert row["cell"] == "system1 forward tf32 nchw"
     assert (row["vs better eager"], row["vs best peer"]) == ("3.00x", "2.00x")
     assert (row["compile"], row["eager"], row["error / eager's"]) == ("", "4.00", "1.00")
+    assert "compile_max_autotune" not in row
+
+
+def norm_records(ratios: dict[str, float], contender: str = "eager") -> list[dict]:
+    """Records of forward passes in which fusedconv takes 2 ms and the peer so many times that."""
+    return [
+        {**Cell(name, "fp32", "nchw", "forward").fields(), "contender": who, "median_ms": median}
+        for name, ratio in ratios.items()
+        for who, median in (("fusedconv", 2.0), (contender, 2.0 * ratio))
+    ]
+
+
+SLOW, FAST, FASTEST = list(benchmark.NORMS)[:3]
+
+
+def test_summaries_count_what_is_slower():
+    records = norm_records({SLOW: 0.5, FAST: 2.0, FASTEST: 8.0})
+    records += norm_records({FAST: 0.96}, "compile")[1:]
+    records.append({**records[0], "contender": "compile", "median_ms": None})
+    found = benchmark.summaries(benchmark.times(records))
+    assert list(found) == [("forward", "eager"), ("forward", "compile")]
+    eager, compiled = found.values()
+    assert (eager.mean, eager.least, eager.slower) == (pytest.approx(2.0), 0.5, 1)
+    assert eager.worst(3) == [(Cell(SLOW, "fp32", "nchw", "forward"), 0.5)]
+    assert (compiled.slower, compiled.worst(3)) == (0, [])
+    assert benchmark.lines(records) == [
+        "forward over eager: geometric mean 2.00x, least 0.50x, 1 of 3 cells below 0.95x",
+        f"  0.50x {SLOW} forward fp32 nchw",
+        "forward over compile: geometric mean 0.96x, least 0.96x, 0 of 1 cells below 0.95x",
+    ]
+
+
+def test_the_table_gathers_norms(tmp_path, capsys):
+    lines = table_of(tmp_path, capsys, norm_records({SLOW: 0.5, FAST: 2.0, FASTEST: 8.0}))
+    assert cells_of(lines[0]) == ["cells", "forward over eager"]
+    rows = dict(cells_of(line) for line in lines[2:] if line.startswith("|"))
+    plain = benchmark.NORMS[SLOW].plain_name.removeprefix("group_norm_")
+    assert rows == {
+        "all": "2.00x, least 0.50x, 1 of 3 slower",
+        "fp32 nchw": "2.00x, least 0.50x, 1 of 3 slower",
+        "norm": "0.50x, least 0.50x, 1 of 1 slower",
+        "gelu_norm": "2.00x, least 2.00x",
+        "relu_norm": "8.00x, least 8.00x",
+        plain: "2.00x, least 0.50x, 1 of 3 slower",
+    }
+    assert lines[-1].strip() == f"0.50x {SLOW} forward fp32 nchw"

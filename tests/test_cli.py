@@ -15,6 +15,8 @@ import fusedconv
 from fusedconv import benchmark, registry
 from fusedconv.cli import main
 from fusedconv.cli.bench import _observer
+from fusedconv.cli.demo import _rows, _shape
+from fusedconv.models import SYSTEMS
 
 
 def invoke(*arguments: str) -> str:
@@ -112,7 +114,7 @@ def test_explained_gradients_are_those_that_there_are(arguments, gradients):
 
 def test_explain_on_the_processor_gives_gradients_too():
     output = invoke("explain", "--gradients", "--device", "cpu", "--system", "system1")
-    assert "kernel of epilogue: torch_epilogue_backward" in output
+    assert "kernel of epilogue: cpu_group_norm_backward" in output
     assert "runs on CUDA" in output or "built without CUDA" in output
 
 
@@ -123,7 +125,9 @@ def test_explain_gives_the_reason_of_a_refusal():
 
 
 def test_explain_on_the_processor_chooses_its_kernel():
-    output = invoke("explain", "--device", "cpu", "--precision", "bf16", "--system", "system1")
+    output = invoke("explain", "--device", "cpu", "--precision", "fp32", "--system", "system1")
+    assert "cpu_ordinary_convolution" in output.splitlines()[1]
+    output = invoke("explain", "--device", "cpu", "--precision", "fp32", "--system", "system3")
     assert "cpu_group_norm" in output.splitlines()[1]
 
 
@@ -273,6 +277,21 @@ def test_demo_compares_with_eager():
         assert title in output
 
 
+def test_demo_shows_a_processor_work_enough_to_time():
+    cpu = torch.device("cpu")
+    rows = [(system.name, dtype) for system, dtype in _rows(cpu, quick=False)]
+    assert rows == [
+        ("system1", torch.float32),
+        ("system1", torch.bfloat16),
+        ("system2", torch.float32),
+        ("system3", torch.float32),
+    ]
+    assert [system.name for system, _ in _rows(cpu, quick=True)] == list(SYSTEMS)
+    for system in SYSTEMS.values():
+        assert _shape(system, cpu, quick=False) == system.processor_input_shape
+        assert _shape(system, cpu, quick=True) == system.small_input_shape
+
+
 BENCH = [
     *("bench", "--small", "--workload", "system3", "--precision", "fp32", "--pass", "forward"),
     *("--seconds", "0", "--least", "2"),
@@ -293,6 +312,30 @@ def test_bench_writes_records(tmp_path):
     layouts = [record["layout"] for record in json.loads(path.read_text())["records"]]
     assert layouts == ["nchw", "nhwc"]
     assert [entry.name for entry in path.parent.iterdir()] == ["figures.json"]
+
+
+def test_bench_takes_patterns_and_prints_summaries(tmp_path):
+    path = tmp_path / "figures.json"
+    arguments = ["bench", "--device", "cpu", "--small", "--workload", "group_norm_4x12x*"]
+    arguments += ["--precision", "bf16", "--pass", "forward", "--layout", "nchw", "--least", "2"]
+    arguments += ["--seconds", "0", "--contender", "fusedconv", "--contender", "eager"]
+    output = invoke(*arguments, "--output", str(path), "--commit", "abc")
+    assert output.count("fusedconv: ") == output.count("eager: ") - 1 == 4
+    assert "forward over eager: geometric mean" in output
+    (line,) = (each for each in output.splitlines() if " over eager" in each)
+    assert "of 4 cells below 0.95x" in line
+    # Nothing is left to measure; the summary is that of the file.
+    output = invoke(*arguments, "--output", str(path), "--commit", "abc", "--resume")
+    assert output.splitlines()[0] == line
+
+
+def test_bench_refuses_to_resume_nothing():
+    assert "'--resume'" in refused(*BENCH, "--resume")
+
+
+def test_bench_refuses_ordinals_of_processors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert "'--devices'" in refused(*BENCH, "--device", "cpu", "--devices", "0,1")
 
 
 def test_bench_refuses_contenders_that_take_no_part():
@@ -317,6 +360,7 @@ def measures_nothing(monkeypatch):
         ("--seconds", "nan", "got nan, expected a number"),
         ("--devices", "0,0", "expected different ordinals"),
         ("--devices", "99", "expected different ordinals"),
+        ("--workload", "system4", "got 'system4', expected a workload or a pattern"),
         ("--output", "{folder}", "expected a file that can be written"),
         ("--output", "{folder}/taken/figures.json", "expected a file that can be written"),
         ("--output", "{folder}/taken", "expected a file of this benchmark's records"),

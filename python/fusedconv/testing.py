@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,26 @@ def sample_error(
     (the first, a middle and the last one by default) is computed alone, so that no float64 copy of
     the batch exists.
     """
+    (error,) = sample_errors(original, input, [actual], samples)
+    return error
+
+
+def sample_errors(
+    original: nn.Module,
+    input: Tensor,
+    actuals: Sequence[Tensor],
+    samples: Iterable[int] | None = None,
+) -> list[float]:
+    """``sample_error`` of each of ``actuals``, for one computation in float64."""
     batch = input.shape[0]
     chosen = sorted({0, batch // 2, batch - 1} if samples is None else set(samples))
     reference_model = copy.deepcopy(original).double()
-    difference = total = 0.0
+    differences, total = [0.0] * len(actuals), 0.0
     with torch.no_grad():
         for index in chosen:
             reference = reference_model(input[index : index + 1].double())
-            delta = actual[index : index + 1].double() - reference
-            difference += float(delta.square().sum())
+            for number, actual in enumerate(actuals):
+                delta = actual[index : index + 1].double() - reference
+                differences[number] += float(delta.square().sum())
             total += float(reference.square().sum())
-    return float((difference / max(total, 1e-300)) ** 0.5)
+    return [float((difference / max(total, 1e-300)) ** 0.5) for difference in differences]

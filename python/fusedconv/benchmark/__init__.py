@@ -1,6 +1,7 @@
-"""The benchmark: the three systems next to what a user could pick instead.
+"""The benchmark: the systems and GroupNorm next to what a user could pick instead.
 
-How it measures stands in ``records.METHOD``, which every file of results holds.
+How it measures stands in ``records.METHOD`` (GPUs) and ``records.INTERLEAVED_METHOD``
+(processors); every file of results holds its own.
 """
 
 from fusedconv.benchmark.cells import (
@@ -14,31 +15,47 @@ from fusedconv.benchmark.cells import (
 )
 from fusedconv.benchmark.contenders import CONTENDERS, Rewrite
 from fusedconv.benchmark.measuring import device_facts, kernel_name, precision_mode
-from fusedconv.benchmark.records import METHOD, check_writable, header
+from fusedconv.benchmark.records import METHOD, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
-from fusedconv.benchmark.timing import Clock, floor_ms, measured_rates
+from fusedconv.benchmark.suites import SUITES, Suite, default_device
+from fusedconv.benchmark.summary import Summary, lines, summaries, times
+from fusedconv.benchmark.timing import Clock, Timing, floor_ms, measured_rates
+from fusedconv.benchmark.workloads import NORMS, WORKLOADS, NormWorkload, Workload
 
 __all__ = [
     "CONTENDERS",
     "DTYPES",
     "LAYOUTS",
     "METHOD",
+    "NORMS",
     "PASSES",
     "PRECISIONS",
+    "SUITES",
+    "WORKLOADS",
     "Cell",
     "Clock",
     "ContenderError",
+    "NormWorkload",
     "Observer",
     "Rewrite",
+    "Suite",
+    "Summary",
+    "Timing",
+    "Workload",
     "check_writable",
+    "default_device",
     "device_facts",
     "floor_ms",
     "header",
     "jobs",
     "kernel_name",
+    "lines",
     "measured_rates",
     "memory_format",
     "precision_mode",
+    "read",
     "run",
     "select_cells",
+    "summaries",
+    "times",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedconv import precision
+from fusedconv.benchmark.workloads import WORKLOADS
 from fusedconv.models import SYSTEMS
 
 #: float64 is what the others are held against.
@@ -30,7 +31,11 @@ class Cell:
 
     @property
     def convolves(self) -> bool:
-        return self.workload != "system3"
+        return WORKLOADS[self.workload].convolves
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload} {self.pass_} {self.precision} {self.layout}"
 
     def fields(self) -> dict[str, str]:
         """As a record names it."""
@@ -53,8 +58,10 @@ def select_cells(
     precisions: Iterable[str] = PRECISIONS,
     layouts: Iterable[str] = LAYOUTS,
     passes: Iterable[str] = PASSES,
+    device: str = "cuda",
 ) -> list[Cell]:
-    """All combinations; without a convolution, TF32 is the same as fp32 and left out."""
+    """All combinations; TF32 is left out without a convolution and on any ``device`` (its type)
+    but CUDA, where it is the same as fp32."""
     precisions, layouts, passes = tuple(precisions), tuple(layouts), tuple(passes)
     every = [
         Cell(workload, precision, layout, pass_)
@@ -63,7 +70,9 @@ def select_cells(
         for layout in layouts
         for pass_ in passes
     ]
-    return [cell for cell in every if cell.convolves or cell.precision != "tf32"]
+    return [
+        cell for cell in every if cell.precision != "tf32" or (cell.convolves and device == "cuda")
+    ]
 
 
 def memory_format(axes: int, layout: str) -> torch.memory_format:

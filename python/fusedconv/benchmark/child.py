@@ -1,8 +1,8 @@
 """One process of the benchmark: ``python -m fusedconv.benchmark.child``.
 
 A job comes as one line of JSON on standard input; what is found goes out as lines of JSON on
-standard output. The job ``{"measure": "rates"}`` asks for the device's rates; any other runs one
-contender through its cells.
+standard output. The job ``{"measure": "rates"}`` asks for the device's rates; any other runs
+contenders through cells.
 """
 
 from __future__ import annotations
@@ -25,22 +25,31 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def _measured(
-    contender: Contender, cell: Cell, job: dict[str, Any], device: torch.device, clock: Clock
-) -> dict[str, Any]:
-    setup = prepare(cell, device, job["small"])
-    floor = floor_ms(
-        conv_flops(setup.original, setup.shape),
-        setup.input_bytes,
-        setup.output_bytes,
-        cell.precision,
-        cell.pass_,
-        job["rates"],
-    )
-    return {
-        "shape": list(setup.shape),
-        "floor_ms": floor,
-        **measure(setup, contender, clock),
-    }
+    contenders: list[Contender],
+    cell: Cell,
+    job: dict[str, Any],
+    device: torch.device,
+    clock: Clock,
+) -> list[dict[str, Any]]:
+    """What is found of each contender; a failure is raised where ours is among them."""
+    common: dict[str, Any] = {"shape": None, "floor_ms": None}
+    try:
+        setup = prepare(cell, device, job["size"])
+        common["shape"] = list(setup.shape)
+        common["floor_ms"] = floor_ms(
+            conv_flops(setup.original, setup.shape),
+            setup.input_bytes,
+            setup.output_bytes,
+            cell.precision,
+            cell.pass_,
+            job["rates"],
+        )
+        found = measure(setup, contenders, clock)
+    except Exception as error:
+        if any(contender.ours for contender in contenders):
+            raise
+        found = {contender.name: failed(error) for contender in contenders}
+    return [{**common, **found[contender.name]} for contender in contenders]
 
 
 def serve(job: dict[str, Any], emit: Emit) -> None:
@@ -50,24 +59,25 @@ def serve(job: dict[str, Any], emit: Emit) -> None:
     if job.get("measure") == "rates":
         emit({"device": facts, "rates": measured_rates(device)})
         return
-    contender = CONTENDERS[job["contender"]]
-    clock = Clock(device, job["seconds"], job["least"])
+    contenders = [CONTENDERS[name] for name in job["contenders"]]
+    clock = Clock(device, job["seconds"], job["least"], job["most"])
     for number, fields in enumerate(job["cells"]):
         emit({"began": number})
-        record = {**fields, "contender": contender.name, "device": facts}
         try:
-            record.update(_measured(contender, Cell.of(fields), job, device, clock))
+            found = _measured(contenders, Cell.of(fields), job, device, clock)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            if contender.ours:
-                emit({"failed": text, "traceback": traceback.format_exc()})
-                return
-            record.update(failed(text))
-        if contender.compile_mode is not None:
+            emit({"failed": text, "traceback": traceback.format_exc()})
+            return
+        if any(contender.compile_mode is not None for contender in contenders):
             torch.compiler.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        emit({"record": record})
+        records = [
+            {**fields, "contender": contender.name, "device": facts, **result}
+            for contender, result in zip(contenders, found, strict=True)
+        ]
+        emit({"records": records})
 
 
 def main() -> None:

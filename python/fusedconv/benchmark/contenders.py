@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedconv.benchmark.cells import Cell
-from fusedconv.models import System
+from fusedconv.benchmark.workloads import Workload
 
 
 class Rewrite(nn.Module):
@@ -39,7 +39,7 @@ class Rewrite(nn.Module):
 @dataclass(frozen=True)
 class Contender:
     """``cudnn_benchmark`` is torch's switch, set before anything runs; ``overhead`` the seconds
-    that a cell takes beside the timing, roughly, on a GPU."""
+    that a cell takes beside the timing, roughly."""
 
     name: str
     ours: bool = False
@@ -48,25 +48,31 @@ class Contender:
     cudnn_benchmark: bool = True
     overhead: float = 2.0
 
-    def takes_part(self, cell: Cell) -> bool:
-        """Whether the cell differs for it from what another contender does there."""
+    @property
+    def switched(self) -> bool:
+        """Whether cudnn.benchmark is all that tells it from another contender."""
+        return self.cudnn_benchmark and self.compile_mode is None and not self.rewritten
+
+    def takes_part(self, cell: Cell, device: str = "cuda") -> bool:
+        """Whether the cell differs for it from what another contender does there, on a ``device``
+        of that type."""
+        if device != "cuda" and self.switched:
+            return False
         if self.ours and self.cudnn_benchmark:
             # Of ours, the gradients alone call cuDNN.
             return cell.convolves and cell.pass_ == "forward_backward"
-        if self.rewritten or (self.cudnn_benchmark and self.compile_mode is None):
-            return cell.convolves
-        return True
+        return cell.convolves or not (self.rewritten or self.switched)
 
-    def build(self, system: System, original: nn.Module) -> nn.Module:
-        """Its model with the original's parameters, device and dtype."""
+    def build(self, workload: Workload, original: nn.Module) -> nn.Module:
+        """Its model with the original's parameters, their device, dtype and layout."""
         if self.ours:
-            model = system.model(*system.init_arguments)
-            first = next(original.parameters())
-            model.load_state_dict(original.state_dict())
-            return model.to(first.device, first.dtype)
+            model = workload.model(*workload.init_arguments)
+            state = {name: value.clone() for name, value in original.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+            return model
         model = copy.deepcopy(original)
         if self.rewritten:
-            model = Rewrite(model, F.gelu if system.name == "system1" else F.relu)
+            model = Rewrite(model, F.gelu if workload.name == "system1" else F.relu)
         if self.compile_mode is None:
             return model
         return torch.compile(model, mode=self.compile_mode)  # type: ignore[return-value]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import platform
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +17,36 @@ from torch import Tensor, nn
 from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.timing import Clock
-from fusedconv.models import SYSTEMS, System
+from fusedconv.benchmark.workloads import WORKLOADS, Workload
 from fusedconv.recording import Composition
 from fusedconv.recording import record as plan_record
 from fusedconv.selection import explain_problem
-from fusedconv.testing import sample_error
+from fusedconv.testing import sample_errors
 
 _L2_BYTES = 128 << 20  # inputs rotate over at least this much
 
 
+def _processor_name() -> str:
+    # Linux tells platform.processor() the architecture, or nothing.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def device_facts(device: torch.device, index: int | None) -> dict[str, Any]:
-    """The device as a record names it; ``index`` is its number in the parent's eyes."""
+    """The device as a record names it; ``index`` is its number in the parent's eyes. A processor
+    is told with the threads and the instruction set that torch works with."""
     if device.type != "cuda":
-        name = platform.processor() or platform.machine()
-        return {"index": None, "name": name, "uuid": None}
+        return {
+            "index": None,
+            "name": _processor_name(),
+            "uuid": None,
+            "threads": torch.get_num_threads(),
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        }
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)  # torch 2.6 has it on some builds only
     return {"index": index, "name": properties.name, "uuid": None if uuid is None else str(uuid)}
@@ -79,7 +95,7 @@ class Setup:
     """A cell's model and tensors; ``grad`` is None in the forward pass."""
 
     cell: Cell
-    system: System
+    workload: Workload
     original: nn.Module
     inputs: list[Tensor]
     output_shape: tuple[int, ...]
@@ -98,15 +114,15 @@ class Setup:
         return torch.Size(self.output_shape).numel() * self.inputs[0].itemsize
 
 
-def prepare(cell: Cell, device: torch.device, small: bool) -> Setup:
+def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
     """The same values in every process: parameters, inputs in rotation and output gradient. Runs
-    none of the cell's operators on the device."""
-    system = SYSTEMS[cell.workload]
-    shape = system.small_input_shape if small else system.input_shape
+    none of the cell's operators on the device. ``size`` is one of ``models.SIZES``."""
+    workload = WORKLOADS[cell.workload]
+    shape = workload.shape(size)
     dtype = DTYPES[cell.precision]
     form = memory_format(len(shape), cell.layout)
     torch.manual_seed(0)
-    original = system.original(*system.init_arguments)
+    original = workload.original(*workload.init_arguments)
     for parameter in original.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter, -1.0, 1.0)
@@ -119,79 +135,120 @@ def prepare(cell: Cell, device: torch.device, small: bool) -> Setup:
     grad = None
     if cell.pass_ == "forward_backward":
         grad = torch.randn(like.shape, device=device, dtype=dtype).contiguous(memory_format=form)
-    return Setup(cell, system, original, inputs, tuple(like.shape), grad)
+    return Setup(cell, workload, original, inputs, tuple(like.shape), grad)
 
 
-def _error(
-    original: nn.Module, x: Tensor, output: Tensor, samples: list[int] | None = None
-) -> float:
+def _errors(
+    original: nn.Module, x: Tensor, outputs: Sequence[Tensor], samples: list[int] | None = None
+) -> list[float]:
     # Without cudnn.benchmark, which would try every algorithm on the float64 reference.
     with precision_mode("fp32"):
-        return sample_error(original, x, output, samples)
+        return sample_errors(original, x, outputs, samples)
 
 
-def measure(setup: Setup, contender: Contender, clock: Clock) -> dict[str, Any]:
-    """The fields of a record that are measured."""
-    original, inputs, grad = setup.original, setup.inputs, setup.grad
-    device = inputs[0].device
-    result: dict[str, Any] = {}
-    with precision_mode(setup.cell.precision, contender.cudnn_benchmark):
-        model = contender.build(setup.system, original)
+class _Runner:
+    """A contender in a cell: its model, and what its record holds so far."""
 
-        def forward(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                output: Tensor = model(x)
-            return output
+    def __init__(self, setup: Setup, contender: Contender) -> None:
+        self.setup, self.contender = setup, contender
+        self.record: dict[str, Any] = {}
+        self.model = contender.build(setup.workload, setup.original)
 
-        def both(x: Tensor) -> Tensor:
-            model.zero_grad(set_to_none=True)
-            output: Tensor = model(x.detach().requires_grad_())
+    def __call__(self, x: Tensor) -> Tensor:
+        """The cell's pass. Gradients are recorded where the caller has not switched that off."""
+        grad = self.setup.grad
+        if grad is not None:
+            self.model.zero_grad(set_to_none=True)
+            x = x.detach().requires_grad_()
+        output: Tensor = self.model(x)
+        if grad is not None:
             output.backward(grad)
-            return output
+        return output
 
-        run = forward if grad is None else both
-        result["kernel"] = kernel_name(model, inputs[0]) if contender.ours else "torch"
-        run(inputs[0])
+    def start(self) -> Tensor:
+        """The first calls, in which a compiler works; the output, of the first input."""
+        setup, x = self.setup, self.setup.inputs[0]
+        device = x.device
+        self.record["kernel"] = kernel_name(self.model, x) if self.contender.ours else "torch"
+        self(x)
+        self.record["peak_extra_bytes"] = None
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
-            model.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             before = torch.cuda.memory_allocated(device)
-            run(inputs[0])
+            self(x)
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated(device)
-            result["peak_extra_bytes"] = peak - before - setup.output_bytes
-        else:
-            result["peak_extra_bytes"] = None
-        model.zero_grad(set_to_none=True)
+            self.record["peak_extra_bytes"] = peak - before - setup.output_bytes
+        self.model.zero_grad(set_to_none=True)
         _poison(setup.output_bytes, device)
-        result["error_fp64"] = _error(original, inputs[0], run(inputs[0]))
-        times, host = clock.measure([functools.partial(run, x) for x in inputs])
-        # The same model with other weights, changed behind autograd's version counter too.
+        return self(x).detach()
+
+
+def _scale(model: nn.Module) -> None:
+    """Changes the weights, behind autograd's version counter too."""
+    for parameter in model.parameters():
+        parameter.data.mul_(0.875)
+
+
+def measure(
+    setup: Setup, contenders: Sequence[Contender], clock: Clock
+) -> dict[str, dict[str, Any]]:
+    """The fields of each contender's record that are measured, by its name.
+
+    Those of a peer that does not start say why; any other failure is raised. Several contenders
+    take turns. torch keeps cuDNN's plans for a process, so on CUDA only one may call cuDNN.
+    """
+    original, inputs = setup.original, setup.inputs
+    results: dict[str, dict[str, Any]] = {}
+    runners: list[_Runner] = []
+    outputs: list[Tensor] = []
+    benchmarks = any(contender.cudnn_benchmark for contender in contenders)
+    with (
+        precision_mode(setup.cell.precision, benchmarks),
+        torch.set_grad_enabled(setup.grad is not None),
+    ):
+        for contender in contenders:
+            try:
+                runner = _Runner(setup, contender)
+                outputs.append(runner.start())
+            except Exception as error:
+                if contender.ours:
+                    raise
+                results[contender.name] = failed(error)
+            else:
+                runners.append(runner)
+                results[contender.name] = runner.record
+        if not runners:
+            return results
+        errors = _errors(original, inputs[0], outputs)
+        for runner, value in zip(runners, errors, strict=True):
+            runner.record["error_fp64"] = value
+        outputs.clear()
+        timings = clock.interleave(
+            [[functools.partial(runner, x) for x in inputs] for runner in runners]
+        )
+        for runner, timing in zip(runners, timings, strict=True):
+            runner.record.update(timing.fields())
+        # The same models with other weights.
         changed = copy.deepcopy(original)
-        with torch.no_grad():
-            for module in (model, changed):
-                for parameter in module.parameters():
-                    parameter.data.mul_(0.875)
-        _poison(setup.output_bytes, device)
-        # A packing that is kept too long could serve ours alone; one sample shows it of a peer.
-        samples = None if contender.ours else [setup.shape[0] - 1]
+        _scale(changed)
         x = inputs[-1]
-        result["error_fp64_after"] = _error(changed, x, run(x), samples)
-    deciles = (
-        statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else [times[0]] * 9
-    )
-    result.update(
-        median_ms=statistics.median(times),
-        p10_ms=deciles[0],
-        p90_ms=deciles[-1],
-        reps=len(times),
-        host_us=host,
-    )
-    return result
+        for runner in runners:
+            _scale(runner.model)
+            _poison(setup.output_bytes, x.device)
+            outputs.append(runner(x).detach())
+        # A packing that is kept too long could serve ours alone; one sample shows it of peers.
+        ours = any(runner.contender.ours for runner in runners)
+        errors = _errors(changed, x, outputs, None if ours else [setup.shape[0] - 1])
+        for runner, value in zip(runners, errors, strict=True):
+            runner.record["error_fp64_after"] = value
+    return results
 
 
-def failed(error: str) -> dict[str, Any]:
+def failed(error: Exception | str) -> dict[str, Any]:
     """What a record says in place of measurements."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     nothing = ("median_ms", "p10_ms", "p90_ms", "peak_extra_bytes", "error_fp64")
-    return {"kernel": "torch", "error": error[:500], **dict.fromkeys(nothing)}
+    return {"kernel": "torch", "error": text[:500], **dict.fromkeys(nothing)}

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import fusedconv
+from fusedconv.benchmark.cells import Cell
 
-#: How the benchmark measures.
+#: How the benchmark measures on GPUs.
 METHOD = """\
 The benchmark: the three systems next to what a user could pick instead.
 
@@ -39,10 +40,30 @@ convolutions' operations; bytes of the forward pass, plus output gradient and in
 gradient written.
 """
 
+#: How it does on a processor.
+INTERLEAVED_METHOD = """\
+The benchmark: the three systems, and GroupNorm with an activation before or after it at the shapes
+of real models, next to what a user could pick instead.
+
+Each record is one contender in one cell (workload, pass, precision, layout). All contenders of a
+cell run in one process and take turns: every round calls each once, who begins changes from round
+to round and every second round runs backwards, so that what else the machine does meets all of them
+alike. (On a GPU each has a process of its own, because torch keeps the cuDNN plan that a
+convolution got first; a processor has no such plans.) Compiling comes before the timing.
+
+Times are the wall clock's around one call each, after a warm-up, medians with the 10th and 90th
+percentile; inputs rotate, in a round each contender takes another one. Forward passes run without
+gradients; forward and backward give the gradients of the input, the weights and the biases for an
+output gradient in the output's layout. Parameters arrive by load_state_dict, in the layout of the
+original's, and the affine ones are not trivial; before the timing the output is checked against
+float64, and again after it, with weights changed in place, so that a packing kept too long shows.
+"""
+
 _KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
 
 
-def _commit() -> str:
+def git_commit() -> str:
+    """HEAD of the repository in the working directory, "unknown" where there is none."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -58,18 +79,19 @@ def header(
     """What a figure is worth nothing without; ``device`` as ``measuring.device_facts`` gives it."""
     return {
         "device": device["name"],
+        **{key: device[key] for key in ("threads", "instruction_set") if key in device},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "fusedconv": fusedconv.__version__,
-        "commit": commit or _commit(),
+        "commit": commit or git_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rates": rates,
         "method": (method or METHOD).strip(),
     }
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file; ValueError where it holds something else."""
     try:
         records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
@@ -89,11 +111,20 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists():
-        _read(path)
+        read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     partial.touch()
     partial.unlink()
+
+
+def held(path: Path, commit: str) -> set[tuple[Cell, str]]:
+    """The cells and contenders of which a file holds a record made at ``commit``."""
+    return {
+        (Cell.of(record), record["contender"])
+        for record in read(path)
+        if record.get("run", "").split()[-1:] == [commit]
+    }
 
 
 def _partial(path: Path) -> Path:
@@ -102,7 +133,7 @@ def _partial(path: Path) -> Path:
 
 def write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
     """Replaces the records that were measured anew in the file, and keeps the others."""
-    old = _read(path) if path.exists() else []
+    old = read(path) if path.exists() else []
     kept = {tuple(r[field] for field in _KEY): r for r in (*old, *records)}
     partial = _partial(path)
     partial.write_text(json.dumps({"header": head, "records": list(kept.values())}, indent=1))

@@ -1,4 +1,4 @@
-"""Runs every contender in processes of its own, on one device or on several at a time."""
+"""Runs the contenders in processes of their own, on one device or on several at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from fusedconv.benchmark import records as files
-from fusedconv.benchmark.cells import LAYOUTS, PASSES, PRECISIONS, Cell, select_cells
+from fusedconv.benchmark.cells import LAYOUTS, PASSES, Cell, select_cells
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.measuring import device_facts, failed
-from fusedconv.models import SYSTEMS
+from fusedconv.benchmark.suites import SUITES, default_device
 
 
 class ContenderError(RuntimeError):
@@ -40,8 +40,8 @@ class Observer:
     def planned(self, count: int) -> None:
         """So many records will be measured."""
 
-    def began(self, cell: Cell, contender: str) -> None:
-        """A contender's cell is being measured."""
+    def began(self, cell: Cell, contenders: str) -> None:
+        """A cell is being measured, for these contenders."""
 
     def measured(self, record: dict[str, Any], share: float) -> None:
         """A record is there; ``share`` of the expected time has been worked off."""
@@ -49,42 +49,72 @@ class Observer:
 
 @dataclass(frozen=True)
 class Job:
-    """Cells that one process measures of one contender."""
+    """Cells that one process measures, of several contenders in turns."""
 
-    contender: Contender
+    contenders: tuple[Contender, ...]
     cells: tuple[Cell, ...]
 
+    @property
+    def title(self) -> str:
+        return ", ".join(contender.name for contender in self.contenders)
+
+    @property
+    def ours(self) -> bool:
+        return any(contender.ours for contender in self.contenders)
+
+    @property
+    def count(self) -> int:
+        """Of its records."""
+        return len(self.contenders) * len(self.cells)
+
     def expected(self, seconds: float) -> float:
-        """Seconds it will take, roughly, of which ``seconds`` a cell for timing."""
-        return len(self.cells) * (self.contender.overhead + seconds)
+        """Seconds it will take, roughly, of which ``seconds`` a record for timing."""
+        return len(self.cells) * sum(seconds + each.overhead for each in self.contenders)
 
     def split(self, field: str) -> list[Job]:
         """One job for each value of a field of the cells."""
         values = dict.fromkeys(getattr(cell, field) for cell in self.cells)
         return [
-            Job(self.contender, tuple(c for c in self.cells if getattr(c, field) == value))
+            Job(self.contenders, tuple(c for c in self.cells if getattr(c, field) == value))
             for value in values
         ]
 
 
+def _interleaved(contenders: Sequence[Contender], chosen: Sequence[Cell], kind: str) -> list[Job]:
+    """Jobs of all who take part in a cell: one where all do in every cell."""
+    cells: dict[tuple[Contender, ...], list[Cell]] = {}
+    for cell in chosen:
+        present = tuple(each for each in contenders if each.takes_part(cell, kind))
+        if present:
+            cells.setdefault(present, []).append(cell)
+    return [Job(present, tuple(theirs)) for present, theirs in cells.items()]
+
+
 def jobs(
-    contenders: Iterable[str], chosen: Sequence[Cell], devices: int, seconds: float
+    contenders: Iterable[str],
+    chosen: Sequence[Cell],
+    devices: int,
+    seconds: float,
+    kind: str = "cuda",
 ) -> list[Job]:
-    """One job a contender; for several devices also one a workload, and one a precision of those
-    that would keep a device longer than half its share, longest first.
+    """The jobs on devices of a ``kind``, by torch's type of it.
+
+    Where the suite is interleaved, contenders share a job; else one job a contender, and for
+    several devices also one a workload, and one a precision of those that would keep a device
+    longer than half its share, longest first.
 
     Raises ValueError where no contender takes part in any of the cells.
     """
-    contenders = tuple(dict.fromkeys(contenders))
-    result = []
-    for name in contenders:
-        contender = CONTENDERS[name]
-        mine = tuple(cell for cell in chosen if contender.takes_part(cell))
-        if mine:
-            result.append(Job(contender, mine))
+    names = tuple(dict.fromkeys(contenders))
+    known = [CONTENDERS[name] for name in names]
+    if SUITES[kind].interleaved:
+        result = _interleaved(known, chosen, kind)
+    else:
+        alone = (_interleaved([contender], chosen, kind) for contender in known)
+        result = [job for own in alone for job in own]
     if not result:
         raise ValueError(
-            f"contenders: got {', '.join(contenders)}, expected one at least that takes part in "
+            f"contenders: got {', '.join(names)}, expected one at least that takes part in "
             "the chosen cells"
         )
     if devices == 1:
@@ -193,10 +223,9 @@ def _do(
     common: dict[str, Any],
     events: queue.SimpleQueue[tuple[str, Any]],
 ) -> None:
-    name = job.contender.name
     request = {
         **common,
-        "contender": name,
+        "contenders": [contender.name for contender in job.contenders],
         "cells": [cell.fields() for cell in job.cells],
         "index": index,
     }
@@ -204,70 +233,110 @@ def _do(
     try:
         for line in children.answers(request, index):
             if "began" in line:
-                events.put(("began", (job.cells[line["began"]], name)))
-            elif "record" in line:
+                events.put(("began", (job.cells[line["began"]], job.title)))
+            elif "records" in line:
                 done += 1
-                events.put(("record", (line["record"], job)))
+                events.put(("records", (line["records"], job)))
             else:
                 raise ContenderError(line["failed"], line["traceback"])
     except ContenderError as error:
         if children.stopped:
             return
-        if job.contender.ours:
+        if job.ours:
             fields = " ".join(job.cells[done].fields().values()) if done < len(job.cells) else ""
-            raise ContenderError(f"{fields} {name}: {error}", error.traceback) from None
+            raise ContenderError(f"{fields} {job.title}: {error}", error.traceback) from None
+        nothing = {"shape": None, "floor_ms": None, "device": {"index": index}}
+        nothing |= failed(str(error))
         for cell in job.cells[done:]:
-            record = {**cell.fields(), "contender": name, **failed(str(error))}
-            record |= {"shape": None, "floor_ms": None, "device": {"index": index}}
-            events.put(("record", (record, job)))
+            records = [
+                {**cell.fields(), "contender": contender.name, **nothing}
+                for contender in job.contenders
+            ]
+            events.put(("records", (records, job)))
+
+
+def _left(waiting: Iterable[Job], output: Path | None, commit: str) -> list[Job]:
+    """The jobs without the cells of which the file holds every record at this commit."""
+    held = set() if output is None or not output.exists() else files.held(output, commit)
+    left = []
+    for job in waiting:
+        cells = tuple(
+            cell
+            for cell in job.cells
+            if any((cell, contender.name) not in held for contender in job.contenders)
+        )
+        if cells:
+            left.append(Job(job.contenders, cells))
+    return left
 
 
 def run(
     output: Path | None,
     *,
-    workloads: Iterable[str] = tuple(SYSTEMS),
-    precisions: Iterable[str] = PRECISIONS,
+    workloads: Iterable[str] | None = None,
+    precisions: Iterable[str] | None = None,
     layouts: Iterable[str] = LAYOUTS,
     passes: Iterable[str] = PASSES,
-    contenders: Iterable[str] = tuple(CONTENDERS),
+    contenders: Iterable[str] | None = None,
     device: torch.device | None = None,
     devices: Sequence[int] | None = None,
-    seconds: float = 0.5,
-    least: int = 10,
+    seconds: float | None = None,
+    least: int | None = None,
     small: bool = False,
     commit: str | None = None,
+    resume: bool = False,
     observer: Observer | None = None,
 ) -> list[dict[str, Any]]:
     """Measures the chosen cells, and writes the records as they come.
 
-    ``device`` is CUDA where there is a GPU, ``devices`` the ordinals of those to use at the same
-    time, the first alone by default. ``seconds`` of timing per record, ``least`` repetitions at
-    least; ``small`` takes sizes for a processor. A peer that fails is recorded with its error.
+    ``device`` is ``default_device()`` by default, ``devices`` the ordinals of those to use at the
+    same time, the first alone by default; what else is None is as ``SUITES`` says for the device.
+    ``seconds`` of timing per record, ``least`` repetitions at least; ``small`` takes sizes that run
+    in moments. ``resume`` leaves out the cells of which ``output`` holds every record of this
+    commit. A peer that fails is recorded with its error.
 
     Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
-    nothing is left to measure, before anything runs, and ContenderError where fusedconv fails.
+    nothing can be measured, before anything runs, and ContenderError where fusedconv fails.
     """
     if output is not None:
         files.check_writable(output)
     watch = observer or Observer()
-    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = (device or default_device()).type
+    suite = SUITES[kind]
+    seconds = suite.seconds if seconds is None else seconds
     indices: list[int | None] = [None] if kind != "cuda" else list(devices or (0,))
-    waiting = deque(
-        jobs(
-            contenders, select_cells(workloads, precisions, layouts, passes), len(indices), seconds
-        )
+    cells = select_cells(
+        suite.workloads if workloads is None else workloads,
+        suite.precisions if precisions is None else precisions,
+        layouts,
+        passes,
+        kind,
     )
-    watch.planned(sum(len(job.cells) for job in waiting))
+    contenders = suite.contenders if contenders is None else contenders
+    waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
+    commit = commit or files.git_commit()
+    if resume:
+        waiting = deque(_left(waiting, output, commit))
+    watch.planned(sum(job.count for job in waiting))
+    if not waiting:
+        return []
     total = sum(job.expected(seconds) for job in waiting)
     children = _Children()
-    common = {"device": kind, "seconds": seconds, "least": least, "small": small}
+    common = {
+        "device": kind,
+        "seconds": seconds,
+        "least": suite.least if least is None else least,
+        "most": suite.most,
+        "size": "small" if small else suite.size,
+    }
     if kind == "cuda":
         # Not here: this process holds no memory of a device.
         ask = {**common, "measure": "rates", "index": indices[0]}
         (found,) = children.answers(ask, indices[0])
     else:
         found = {"device": device_facts(torch.device(kind), None), "rates": {}}
-    head = files.header(found["device"], commit, found["rates"])
+    method = files.INTERLEAVED_METHOD if suite.interleaved else files.METHOD
+    head = files.header(found["device"], commit, found["rates"], method)
     common["rates"] = found["rates"]
 
     events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -289,13 +358,14 @@ def run(
             elif event == "began":
                 watch.began(*value)
             else:
-                record, job = value
-                record["run"] = f"{head['date']} {head['commit']}"
-                records.append(record)
-                worked += job.expected(seconds) / len(job.cells)
+                new, job = value
+                stamp = f"{head['date']} {head['commit']}"
+                records += [{**record, "run": stamp} for record in new]
                 if output is not None:
                     files.write(output, head, records)
-                watch.measured(record, worked / total)
+                for record in records[-len(new) :]:
+                    worked += job.expected(seconds) / job.count
+                    watch.measured(record, worked / total)
     finally:
         children.stop()
         for thread in threads:

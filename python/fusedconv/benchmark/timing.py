@@ -5,18 +5,49 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fusedconv.benchmark.cells import DTYPES
 
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A contender's times, in the order in which they were taken."""
+
+    milliseconds: list[float]
+    #: Until each call returned.
+    host_microseconds: list[float]
+
+    def clear(self) -> None:
+        self.milliseconds.clear()
+        self.host_microseconds.clear()
+
+    def fields(self) -> dict[str, float | int]:
+        """As a record names them."""
+        times = self.milliseconds
+        deciles = (
+            statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+        )
+        return {
+            "median_ms": statistics.median(times),
+            "p10_ms": deciles[0],
+            "p90_ms": deciles[-1],
+            "reps": len(times),
+            "host_us": statistics.median(self.host_microseconds),
+        }
+
 
 class Clock:
-    """Times calls on the current CUDA stream, or on the processor where there is no GPU."""
+    """Times calls on the current CUDA stream, or on the processor where there is no GPU: for
+    ``seconds`` a contender, at least ``least`` and else at most ``most`` times."""
 
-    def __init__(self, device: torch.device, seconds: float, least: int) -> None:
+    def __init__(self, device: torch.device, seconds: float, least: int, most: int = 200) -> None:
         self.cuda = device.type == "cuda"
-        self.seconds, self.least = seconds, least
+        self.seconds, self.least, self.most = seconds, least, most
 
     def once(self, call: Callable[[], object]) -> tuple[float, float]:
         """(milliseconds on the device, microseconds until the call returned)."""
@@ -35,20 +66,44 @@ class Clock:
         last.synchronize()
         return first.elapsed_time(last), host * 1e6
 
-    def measure(self, calls: Sequence[Callable[[], object]]) -> tuple[list[float], float]:
-        """Times of repeated calls taken in turn, and the median host time."""
-        for index in range(max(3, len(calls))):
-            self.once(calls[index % len(calls)])
-        times: list[float] = []
-        hosts: list[float] = []
+    def measure(self, calls: Sequence[Call]) -> Timing:
+        """Times of repeated calls taken in turn."""
+        (timing,) = self.interleave([calls])
+        return timing
+
+    def interleave(self, contenders: Sequence[Sequence[Call]]) -> list[Timing]:
+        """The same for several contenders at a time, which make one call each in every round.
+
+        Who begins changes from round to round, and every second round runs backwards. In a round
+        no two make the call of the same place in their lists, unless these are shorter than the
+        number of contenders: calls on the same tensors would find them in the caches.
+        """
+        count = len(contenders)
+        timings = [Timing([], []) for _ in contenders]
         start = time.perf_counter()
-        while len(times) < self.least or (
-            time.perf_counter() - start < self.seconds and len(times) < 200
-        ):
-            milliseconds, host = self.once(calls[len(times) % len(calls)])
-            times.append(milliseconds)
-            hosts.append(host)
-        return times, statistics.median(hosts)
+
+        def lasts() -> bool:
+            return time.perf_counter() - start < self.seconds * count
+
+        def play(number: int) -> None:
+            order = [(number // 2 + place) % count for place in range(count)]
+            for index in order if number % 2 == 0 else reversed(order):
+                calls = contenders[index]
+                milliseconds, host = self.once(calls[(number + index) % len(calls)])
+                timings[index].milliseconds.append(milliseconds)
+                timings[index].host_microseconds.append(host)
+
+        for number in range(max(3, *map(len, contenders))):
+            if number == 0 or lasts():
+                play(number)
+        for timing in timings:
+            timing.clear()
+        start = time.perf_counter()
+        number = 0
+        while number < self.least or (number < self.most and lasts()):
+            play(number)
+            number += 1
+        return timings
 
 
 def measured_rates(device: torch.device) -> dict[str, float]:
@@ -58,14 +113,14 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     clock = Clock(device, 0.3, 10)
     source = torch.rand(1 << 29, device=device)
     target = torch.empty_like(source)
-    times, _ = clock.measure([lambda: target.copy_(source)])
+    times = clock.measure([lambda: target.copy_(source)]).milliseconds
     rates = {"copy": 2 * source.nbytes / statistics.median(times) * 1e3}
     size = 8192
     allowed = torch.backends.cuda.matmul.allow_tf32
     for precision, dtype in DTYPES.items():
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        times, _ = clock.measure([lambda a=a, b=b: a @ b])  # type: ignore[misc]
+        times = clock.measure([lambda a=a, b=b: a @ b]).milliseconds  # type: ignore[misc]
         rates[precision] = 2 * size**3 / statistics.median(times) * 1e3
     torch.backends.cuda.matmul.allow_tf32 = allowed
     return rates

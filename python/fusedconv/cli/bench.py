@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,35 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fusedconv import benchmark
 from fusedconv.cli.options import check_forced, console, integers, naming_options
-from fusedconv.models import SYSTEMS
 
 
-def _choices(values: tuple[str, ...]) -> dict[str, Any]:
-    return {"type": click.Choice(values), "multiple": True, "default": values}
+def _choices(values: Iterable[str]) -> dict[str, Any]:
+    return {"type": click.Choice(tuple(values)), "multiple": True}
 
 
-def _cell_name(cell: benchmark.Cell, contender: str) -> str:
-    return f"{cell.workload} {cell.pass_} {cell.precision} {cell.layout} {contender}"
+def _workloads(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[str, ...]:
+    chosen: dict[str, None] = {}
+    for value in values:
+        fitting = fnmatch.filter(benchmark.WORKLOADS, value)
+        if not fitting:
+            raise click.BadParameter(
+                f"got {value!r}, expected a workload or a pattern that fits one: "
+                + ", ".join(benchmark.WORKLOADS)
+            )
+        chosen |= dict.fromkeys(fitting)
+    return tuple(chosen)
+
+
+def _device(context: click.Context, parameter: click.Parameter, value: str | None) -> torch.device:
+    if value == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("got 'cuda', expected 'cpu' as torch finds no GPU")
+    return torch.device(value) if value else benchmark.default_device()
 
 
 def _summary(record: dict[str, Any]) -> str:
-    name = _cell_name(benchmark.Cell.of(record), record["contender"])
+    name = f"{benchmark.Cell.of(record).title} {record['contender']}"
     if record["median_ms"] is None:
         return f"{name}: {record['error']}"
     floor = record["floor_ms"]
@@ -55,8 +72,8 @@ class _Bar(benchmark.Observer):
     def planned(self, count: int) -> None:
         self.progress.update(self.task, count=count)
 
-    def began(self, cell: benchmark.Cell, contender: str) -> None:
-        self.progress.update(self.task, description=_cell_name(cell, contender))
+    def began(self, cell: benchmark.Cell, contenders: str) -> None:
+        self.progress.update(self.task, description=f"{cell.title} {contenders}")
 
     def measured(self, record: dict[str, Any], share: float) -> None:
         self.progress.console.print(_summary(record), markup=False, highlight=False)
@@ -77,8 +94,11 @@ def _observer(console: Console) -> Iterator[benchmark.Observer]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    # Cells differ: the speed of the last minutes says more than that of the last seconds.
-    with Progress(*columns, console=console, speed_estimate_period=600) as progress:
+    # Cells differ: the speed of the last minutes says more than that of the last seconds. The bar
+    # is drawn seldom, as drawing takes time of a processor that may be what is measured.
+    with Progress(
+        *columns, console=console, speed_estimate_period=600, refresh_per_second=1
+    ) as progress:
         yield _Bar(progress)
 
 
@@ -97,9 +117,17 @@ def _writable(
     return value
 
 
-def _number(context: click.Context, parameter: click.Parameter, value: float) -> float:
+def _by_device(field: str, text: str) -> str:
+    """The help of an option whose default is a field of the device's suite."""
+    defaults = (f"{getattr(suite, field)} on {kind}" for kind, suite in benchmark.SUITES.items())
+    return f"{text}; by default {', '.join(defaults)}."
+
+
+def _number(
+    context: click.Context, parameter: click.Parameter, value: float | None
+) -> float | None:
     # Every comparison of click's range lets NaN through.
-    if math.isnan(value):
+    if value is not None and math.isnan(value):
         raise click.BadParameter(f"got {value}, expected a number")
     return value
 
@@ -119,11 +147,34 @@ def _ordinals(
 
 
 @click.command()
-@click.option("--workload", "workloads", **_choices(tuple(SYSTEMS)))
-@click.option("--precision", "precisions", **_choices(benchmark.PRECISIONS))
-@click.option("--layout", "layouts", **_choices(benchmark.LAYOUTS))
-@click.option("--pass", "passes", **_choices(benchmark.PASSES))
-@click.option("--contender", "contenders", **_choices(tuple(benchmark.CONTENDERS)))
+@click.option(
+    "--device",
+    type=click.Choice(tuple(benchmark.SUITES)),
+    callback=_device,
+    help="CUDA where there is a GPU by default.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    metavar="NAME",
+    multiple=True,
+    callback=_workloads,
+    help="Or a pattern, as group_norm_*; by default the systems on a GPU, all on a processor.",
+)
+@click.option(
+    "--precision",
+    "precisions",
+    **_choices(benchmark.PRECISIONS),
+    help="All on a GPU by default, fp32 and bf16 on a processor.",
+)
+@click.option("--layout", "layouts", **_choices(benchmark.LAYOUTS), default=benchmark.LAYOUTS)
+@click.option("--pass", "passes", **_choices(benchmark.PASSES), default=benchmark.PASSES)
+@click.option(
+    "--contender",
+    "contenders",
+    **_choices(benchmark.CONTENDERS),
+    help="All on a GPU by default, fusedconv, eager and compile on a processor.",
+)
 @click.option(
     "--devices",
     metavar="INTEGERS",
@@ -134,18 +185,12 @@ def _ordinals(
     "--seconds",
     type=click.FloatRange(0, 3600),
     callback=_number,
-    default=0.5,
-    show_default=True,
-    help="Of timing per record.",
+    help=_by_device("seconds", "Of timing per record"),
 )
 @click.option(
-    "--least",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Repetitions at least.",
+    "--least", type=click.IntRange(min=1), help=_by_device("least", "Repetitions at least")
 )
-@click.option("--small", is_flag=True, help="Sizes for a processor.")
+@click.option("--small", is_flag=True, help="Sizes that run in moments.")
 @click.option("--commit", help="What the header says; git's HEAD by default.")
 @click.option(
     "--output",
@@ -153,16 +198,40 @@ def _ordinals(
     callback=_writable,
     help="JSON to write or to add to.",
 )
-def bench(small: bool, **options: Any) -> None:
-    """Times the systems next to eager, torch.compile and a pure rewrite.
+@click.option(
+    "--resume", is_flag=True, help="Leave out the cells that the output holds of this commit."
+)
+def bench(**options: Any) -> None:
+    """Times the systems, and on a processor GroupNorm with activations, next to eager and others.
 
-    Each contender runs in processes of its own.
+    On a GPU each contender runs in processes of its own, on a processor they take turns in one.
     """
     check_forced()
-    chosen = (options[name] for name in ("workloads", "precisions", "layouts", "passes"))
-    with naming_options():
-        benchmark.jobs(
-            options["contenders"], benchmark.select_cells(*chosen), 1, options["seconds"]
+    device: torch.device = options["device"]
+    suite = benchmark.SUITES[device.type]
+    if options["devices"] is not None and device.type != "cuda":
+        raise click.BadParameter(
+            "got ordinals, expected none for a processor", param_hint="'--devices'"
         )
+    if options["resume"] and options["output"] is None:
+        raise click.BadParameter(
+            "got no --output, expected the file to resume", param_hint="'--resume'"
+        )
+    for name in ("workloads", "precisions", "contenders"):
+        options[name] = options[name] or getattr(suite, name)
+    with naming_options():
+        cells = benchmark.select_cells(
+            options["workloads"],
+            options["precisions"],
+            options["layouts"],
+            options["passes"],
+            device.type,
+        )
+        benchmark.jobs(options["contenders"], cells, 1, suite.seconds, device.type)
+    output: Path | None = options["output"]
     with _observer(console()) as observer:
-        benchmark.run(small=small or not torch.cuda.is_available(), observer=observer, **options)
+        records = benchmark.run(observer=observer, **options)
+    if output is not None and output.exists():
+        records = benchmark.read(output)
+    for line in benchmark.lines(records):
+        click.echo(line)

@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import dataclass
+
 import click
 import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import fusedconv
 from fusedconv import benchmark
+from fusedconv.benchmark import Clock
 from fusedconv.cli.options import console
-from fusedconv.models import SYSTEMS
-from fusedconv.testing import sample_error
+from fusedconv.models import SYSTEMS, System
+from fusedconv.precision import dtype_name
+from fusedconv.testing import sample_errors
+
+COLUMNS = ("system", "input", "kernel", "error", "eager's error", "ms", "eager's ms", "speed-up")
+#: Systems that processors also show in another dtype than float32.
+ON_PROCESSORS = (("system1", torch.bfloat16),)
 
 
-def _demo_input(
-    shape: tuple[int, ...], small: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """The full size where the device holds it about six times over; else fewer samples of it."""
-    if device.type != "cuda":
-        return torch.rand(small)
-    elements = 1
-    for extent in shape:
-        elements *= extent
+def _rows(device: torch.device, quick: bool) -> list[tuple[System, torch.dtype]]:
+    """The systems and dtypes to show."""
+    rows = [(system, torch.float32) for system in SYSTEMS.values()]
+    if device.type == "cpu" and not quick:
+        rows += [(SYSTEMS[name], dtype) for name, dtype in ON_PROCESSORS]
+    return sorted(rows, key=lambda row: row[0].name)
+
+
+def _shape(system: System, device: torch.device, quick: bool) -> tuple[int, ...]:
+    """The size for the device; on a GPU of fewer samples where it does not hold the input about
+    six times over."""
+    if quick or device.type != "cuda":
+        return system.shape("small" if quick else "processor")
+    shape = system.shape("full")
     free, _ = torch.cuda.mem_get_info(device)
-    share = min(1.0, free / (4 * elements * 6))
-    return torch.rand((max(1, int(shape[0] * share)), *shape[1:]), device=device)
+    share = min(1.0, free / (4 * torch.Size(shape).numel() * 6))
+    return max(1, int(shape[0] * share)), *shape[1:]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a row shows: errors against float64 and median milliseconds, ours and eager's."""
+
+    title: str
+    input: str
+    kernel: str
+    errors: tuple[float, float]
+    milliseconds: tuple[float, float]
+
+    def cells(self) -> tuple[str, ...]:
+        ours, eager = self.milliseconds
+        return (
+            self.title,
+            self.input,
+            self.kernel,
+            *(f"{error:.2e}" for error in self.errors),
+            f"{ours:.3f}",
+            f"{eager:.3f}",
+            f"{eager / ours:.2f}",
+        )
+
+    @property
+    def failure(self) -> str | None:
+        """What is wrong with our error, if anything is."""
+        error, eager = self.errors
+        if error <= 1.1 * eager + 5e-8:
+            return None
+        return f"{self.title}, {self.input}: error {error:.3e}, eager's {eager:.3e}"
+
+
+def _show(system: System, dtype: torch.dtype, shape: tuple[int, ...], clock: Clock) -> _Shown:
+    """Measures a row; both take turns."""
+    device = torch.device("cuda" if clock.cuda else "cpu")
+    torch.manual_seed(0)
+    original = system.original(*system.init_arguments).to(device, dtype)
+    torch.manual_seed(0)
+    model = system.model(*system.init_arguments).to(device, dtype)
+    x = torch.rand(shape, device=device).to(dtype)
+    with torch.no_grad():
+        # One output at a time, as a GPU may hold no more.
+        error, eager_error = (
+            sample_errors(original, x, [each(x)])[0] for each in (model, original)
+        )
+        ours, eager = clock.interleave([[lambda: model(x)], [lambda: original(x)]])
+    return _Shown(
+        system.title,
+        f"{'x'.join(map(str, shape))} {dtype_name(dtype)}",
+        benchmark.kernel_name(model, x),
+        (error, eager_error),
+        (statistics.median(ours.milliseconds), statistics.median(eager.milliseconds)),
+    )
 
 
 @click.command()
@@ -34,50 +103,30 @@ def demo(quick: bool) -> None:
 
     Fails where an error is beyond 1.1 times eager's.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock = benchmark.Clock(device, 0.5, 5)
-    table = Table(
-        "system",
-        "input",
-        "kernel",
-        "error",
-        "eager's error",
-        "ms",
-        "eager's ms",
-        "speed-up",
-        title=f"fusedconv {fusedconv.__version__} on "
-        + (torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"),
+    device = benchmark.default_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"
+    table = Table(*COLUMNS, title=f"fusedconv {fusedconv.__version__} on {name}")
+    clock = Clock(device, 0.5 if quick or device.type == "cuda" else 1.0, 5)
+    rows = _rows(device, quick)
+    shown = []
+    screen = console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
     )
-    failures = []
-    for system in SYSTEMS.values():
-        torch.manual_seed(0)
-        original = system.original(*system.init_arguments).to(device)
-        torch.manual_seed(0)
-        model = system.model(*system.init_arguments).to(device)
-        shape = system.small_input_shape if quick else system.input_shape
-        x = _demo_input(shape, system.small_input_shape, device)
-        with torch.no_grad():
-            error = sample_error(original, x, model(x))
-            eager_error = sample_error(original, x, original(x))
-            times, _ = clock.measure([lambda model=model, x=x: model(x)])  # type: ignore[misc]
-            eager_times, _ = clock.measure(
-                [lambda original=original, x=x: original(x)]  # type: ignore[misc]
-            )
-        kernel = benchmark.kernel_name(model, x)
-        ours, eager = sorted(times)[len(times) // 2], sorted(eager_times)[len(eager_times) // 2]
-        table.add_row(
-            system.title,
-            "x".join(map(str, x.shape)),
-            kernel,
-            f"{error:.2e}",
-            f"{eager_error:.2e}",
-            f"{ours:.3f}",
-            f"{eager:.3f}",
-            f"{eager / ours:.2f}",
-        )
-        if not error <= 1.1 * eager_error + 5e-8:
-            failures.append(f"{system.name}: error {error:.3e}, eager's {eager_error:.3e}")
-        del x
-    console().print(table)
+    # Drawn between the rows alone: on a processor drawing takes time of what is measured.
+    with Progress(
+        *columns, console=screen, auto_refresh=False, transient=True, disable=not screen.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(rows))
+        for system, dtype in rows:
+            progress.update(task, description=f"{system.title}, {dtype_name(dtype)}", refresh=True)
+            shown.append(_show(system, dtype, _shape(system, device, quick), clock))
+            table.add_row(*shown[-1].cells())
+            progress.update(task, advance=1, refresh=True)
+    screen.print(table)
+    failures = [row.failure for row in shown if row.failure is not None]
     if failures:
         raise click.ClickException("error beyond 1.1 times eager's: " + "; ".join(failures))

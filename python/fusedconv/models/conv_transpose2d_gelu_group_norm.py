@@ -84,9 +84,10 @@ class ModelNew(FusedConvTranspose, Model):
             return self._run(x)
 
 
-#: Arguments and input of the full size, and of one that a processor computes in moments.
+#: Arguments; inputs of the full size, of fewer samples for a processor, and of a small size.
 INIT_ARGUMENTS = (64, 64, 3, 1, 8, 8)
 INPUT_SHAPE = (128, 64, 256, 256)
+PROCESSOR_INPUT_SHAPE = (2, 64, 256, 256)
 SMALL_INPUT_SHAPE = (2, 64, 64, 64)
 
 

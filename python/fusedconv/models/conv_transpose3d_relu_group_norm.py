@@ -90,9 +90,10 @@ class ModelNew(FusedConvTranspose, Model):
         )
 
 
-#: Arguments and input of the full size, and of one that a processor computes in moments.
+#: Arguments; inputs of the full size, of fewer samples for a processor, and of a small size.
 INIT_ARGUMENTS = (64, 128, 3, 8, False)
 INPUT_SHAPE = (16, 64, 32, 32, 32)
+PROCESSOR_INPUT_SHAPE = (1, 64, 32, 32, 32)
 SMALL_INPUT_SHAPE = (1, 64, 12, 12, 12)
 
 

@@ -58,9 +58,10 @@ class ModelNew(Model):
             return functional.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
 
 
-#: Arguments and input of the full size, and of one that a processor computes in moments.
+#: Arguments; inputs of the full size, of fewer samples for a processor, and of a small size.
 INIT_ARGUMENTS = (64, 8)
 INPUT_SHAPE = (112, 64, 512, 512)
+PROCESSOR_INPUT_SHAPE = (4, 64, 512, 512)
 SMALL_INPUT_SHAPE = (4, 64, 128, 128)
 
 

@@ -52,6 +52,10 @@ void sums_of_rows(void const* gradient, void const* data, int64_t count, int64_t
             access.read(grad + i), a, access.read(scale + lane), access.read(shift + lane));
         return Pair{g, g * a};
       },
+      [=](int64_t i) __attribute__((always_inline)) {
+        __builtin_prefetch(x + i);
+        __builtin_prefetch(grad + i);
+      },
       sum, moment);
 }
 

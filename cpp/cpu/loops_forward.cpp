@@ -26,7 +26,7 @@ void moments_of_rows(void const* data, int64_t count, int64_t lanes, float const
         Floats const d = A::host(access.read(x + i)) - access.read(pivot + lane);
         return Pair{d, d * d};
       },
-      sum, square);
+      [=](int64_t i) __attribute__((always_inline)) { __builtin_prefetch(x + i); }, sum, square);
 }
 
 template <class From, class To, class Before, class After>

@@ -50,8 +50,29 @@ FUSEDCONV_INLINE Integers lane_index() {
 
 // ---- Conversions ----
 
+// Instructions by name where there are some: of these vectors compilers convert halves, or element
+// by element, and integer arithmetic for float16 takes ten operations.
+
+FUSEDCONV_INLINE Words zero_extend(Halves bits) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, std::bit_cast<__m256i>(bits)));
+#elif defined(__AVX2__)
+  return std::bit_cast<Words>(_mm256_cvtepu16_epi32(std::bit_cast<__m128i>(bits)));
+#else
+  return __builtin_convertvector(bits, Words);
+#endif
+}
+
+FUSEDCONV_INLINE Halves low_halves(Words words) {
+#if defined(__AVX512F__)
+  return std::bit_cast<Halves>(_mm512_maskz_cvtepi32_epi16(0xffff, std::bit_cast<__m512i>(words)));
+#else
+  return __builtin_convertvector(words, Halves);
+#endif
+}
+
 FUSEDCONV_INLINE Floats widen(BFloat16, Halves bits) {
-  return std::bit_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+  return std::bit_cast<Floats>(zero_extend(bits) << 16);
 }
 
 FUSEDCONV_INLINE Halves narrow(BFloat16, Floats x) {
@@ -61,19 +82,17 @@ FUSEDCONV_INLINE Halves narrow(BFloat16, Floats x) {
   Words const bits = std::bit_cast<Words>(x);
   Words const rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   Words const nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
-  return __builtin_convertvector(x != x ? nan : rounded, Halves);
+  return low_halves(x != x ? nan : rounded);
 #endif
 }
 
-// Instructions by name where there are some: compilers convert element by element, and integer
-// arithmetic takes ten operations.
 FUSEDCONV_INLINE Floats widen(Float16, Halves bits) {
 #if defined(__AVX512F__)
   return _mm512_maskz_cvtph_ps(0xffff, std::bit_cast<__m256i>(bits));
 #elif defined(__F16C__)
   return _mm256_cvtph_ps(std::bit_cast<__m128i>(bits));
 #else
-  Words const wide = __builtin_convertvector(bits, Words);
+  Words const wide = zero_extend(bits);
   Words const magnitude = (wide & 0x7fffu) << 13;
   Words const exponent = magnitude & 0x0f800000u;
   Words const normal =
@@ -100,7 +119,7 @@ FUSEDCONV_INLINE Halves narrow(Float16, Floats x) {
   Words const special = magnitude > 0x7f800000u ? Words{} + 0x7e00u : Words{} + 0x7c00u;
   Words const finite = magnitude < (113u << 23) ? denormal : normal;
   Words const value = magnitude >= (143u << 23) ? special : finite;
-  return __builtin_convertvector(value | (bits >> 16 & 0x8000u), Halves);
+  return low_halves(value | (bits >> 16 & 0x8000u));
 #endif
 }
 
@@ -239,39 +258,53 @@ FUSEDCONV_INLINE void sum_run(int64_t count, Term term, double* sums) {
 }
 
 // The sums of term(access, offset, lane) over rows of `lanes` elements, for each lane. The last row
-// may be shorter. The arrays of sums have room for a vector behind the last lane.
-template <class Term>
-FUSEDCONV_INLINE void sum_rows(int64_t count, int64_t lanes, Term term, float* first,
+// may be shorter. The arrays of sums have room for a vector behind the last lane. fetch(offset)
+// asks for memory that a term reads later: strips of long rows are too far apart for the processor
+// to foresee.
+template <class Term, class Fetch>
+FUSEDCONV_INLINE void sum_rows(int64_t count, int64_t lanes, Term term, Fetch fetch, float* first,
                                float* second) {
   int64_t const full = count - count % lanes;
-  auto const strip = [=]<int vectors>(std::integral_constant<int, vectors>, auto access,
-                                      int64_t lane) __attribute__((always_inline)) {
-    Pair total[vectors] = {};
-    for (int64_t row = 0; row < full;) {
+  for (int64_t lane = 0; lane < lanes; lane += kWidth) {
+    store(first + lane, Floats{});
+    store(second + lane, Floats{});
+  }
+  // Block by block, so that memory is read in order; within a block strips of vectors.
+  for (int64_t begin = 0; begin < full; begin += kTerms * lanes) {
+    int64_t const end = full - begin < kTerms * lanes ? full : begin + kTerms * lanes;
+    auto const strip = [=]<int vectors>(std::integral_constant<int, vectors>, auto access,
+                                        int64_t lane, auto kept) __attribute__((always_inline)) {
       Pair sum[vectors] = {};
-      int64_t const end = full - row < kTerms * lanes ? full : row + kTerms * lanes;
-      for (; row < end; row += lanes) {
+      for (int64_t row = begin; row < end; row += lanes) {
 #pragma GCC unroll 4
         for (int k = 0; k < vectors; ++k) {
+          fetch(row + lane + k * kWidth + kTerms * lanes);
           sum[k] += term(access, row + lane + k * kWidth, lane + k * kWidth);
         }
       }
-      for (int k = 0; k < vectors; ++k) total[k] += sum[k];
+      for (int k = 0; k < vectors; ++k) {
+        int64_t const at = lane + k * kWidth;
+        Pair const x = kept(sum[k]);
+        store(first + at, load(first + at) + x.first);
+        store(second + at, load(second + at) + x.second);
+      }
+    };
+    auto const all = [](Pair const& x) __attribute__((always_inline)) { return x; };
+    using Four = std::integral_constant<int, 4>;
+    using One = std::integral_constant<int, 1>;
+    if (lanes < kWidth) {
+      strip(One{}, First{lanes}, 0, all);
+      continue;
     }
-    for (int k = 0; k < vectors; ++k) {
-      store(first + lane + k * kWidth, total[k].first);
-      store(second + lane + k * kWidth, total[k].second);
-    }
-  };
-  using Four = std::integral_constant<int, 4>;
-  using One = std::integral_constant<int, 1>;
-  if (lanes < kWidth) {
-    strip(One{}, First{lanes}, 0);
-  } else {
     int64_t lane = 0;
-    for (; lane + 4 * kWidth <= lanes; lane += 4 * kWidth) strip(Four{}, Whole{}, lane);
-    for (; lane + kWidth <= lanes; lane += kWidth) strip(One{}, Whole{}, lane);
-    if (lane < lanes) strip(One{}, Whole{}, lanes - kWidth);
+    for (; lane + 4 * kWidth <= lanes; lane += 4 * kWidth) strip(Four{}, Whole{}, lane, all);
+    for (; lane + kWidth <= lanes; lane += kWidth) strip(One{}, Whole{}, lane, all);
+    if (lane < lanes) {
+      int const rest = static_cast<int>(lanes - lane);
+      strip(One{}, Whole{}, lanes - kWidth, [=](Pair const& x) __attribute__((always_inline)) {
+        return only(lane_index() >= kWidth - rest, x);
+      });
+    }
   }
   sum_rest(
       0, count - full,

@@ -103,11 +103,6 @@ except AttributeError:  # a private name, which may move
         return False
 
 
-def is_transformed() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is under way."""
-    return _functorch_level() is not None or forward_ad._current_level >= 0
-
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -123,9 +118,13 @@ def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     tensor's memory holds its values (a negative view's holds their opposites)."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
         return False
-    if _dispatch_modes() or is_transformed() or _is_tracing():
-        return False
-    if profiler._is_profiler_enabled:
+    if (
+        _dispatch_modes()
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+        or profiler._is_profiler_enabled
+    ):
         return False
     for each in tensors:
         if each is not None and (type(each) not in _PLAIN or each.is_neg()):

@@ -85,15 +85,19 @@ class Stages:
         if self.save:
             mean = torch.empty(self.statistics, dtype=torch.float32)
             rstd = torch.empty(self.statistics, dtype=torch.float32)
-        norm_weight, norm_bias = _contiguous(norm_weight), _contiguous(norm_bias)
+        # Written out: on a small tensor the calls of helpers would take as long as the kernel.
+        if norm_weight is not None:
+            norm_weight = norm_weight.contiguous()
+        if norm_bias is not None:
+            norm_bias = norm_bias.contiguous()
         _C.cpu.group_norm(
             self.compiled,
             x.data_ptr(),
             output.data_ptr(),
-            address(norm_weight),
-            address(norm_bias),
-            address(mean),
-            address(rstd),
+            0 if norm_weight is None else norm_weight.data_ptr(),
+            0 if norm_bias is None else norm_bias.data_ptr(),
+            0 if mean is None else mean.data_ptr(),
+            0 if rstd is None else rstd.data_ptr(),
             threads,
         )
         return output, mean, rstd

@@ -188,10 +188,12 @@ def test_nothing_built_is_tracked():
 
 @pytest.mark.skipif(tracked() is None, reason="not a git checkout")
 def test_no_file_is_large():
+    """Raw figures of a whole benchmark may take twice what any other file may."""
     for name in tracked():
         path = ROOT / name
         if path.is_file():
-            assert path.stat().st_size < 512 * 1024, name
+            kibibytes = 1024 if name.startswith("benchmarks/results/") else 512
+            assert path.stat().st_size < kibibytes * 1024, name
 
 
 def test_importing_starts_no_device():

@@ -136,5 +136,7 @@ def write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -
     old = read(path) if path.exists() else []
     kept = {tuple(r[field] for field in _KEY): r for r in (*old, *records)}
     partial = _partial(path)
-    partial.write_text(json.dumps({"header": head, "records": list(kept.values())}, indent=1))
+    # A line a record: no larger than it must be, and differences are of records.
+    lines = ",\n".join(map(json.dumps, kept.values()))
+    partial.write_text(f'{{"header": {json.dumps(head, indent=1)},\n"records": [\n{lines}\n]}}\n')
     partial.replace(path)

@@ -382,3 +382,36 @@ def test_a_profiler_of_the_backward_pass_alone_sees_the_operator(case):
         total.backward()
     names = {event.key for event in recorded.key_averages()}
     assert any(name.startswith("fusedconv::") and name.endswith("_backward") for name in names)
+
+
+# ---- what is saved -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel_size", [1, 2, 3])
+def test_the_output_may_be_written_in_place(kernel_size, force):
+    """As eager's: nn.ReLU(inplace=True) behind a convolution is common."""
+    force("cpu,torch_convolution_backward")
+    x, weight = leaves([(2, 6, 7, 9), (6, 4, kernel_size, kernel_size)])
+    stride = 2 if kernel_size == 2 else 1
+    ours = functional.conv_transpose_act_norm(x, weight, None, stride).relu_()
+    torchs = torch.nn.functional.conv_transpose2d(x, weight, None, stride).relu_()
+    for grad, expected in zip(
+        torch.autograd.grad(ours.sum(), [x, weight]),
+        torch.autograd.grad(torchs.sum(), [x, weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize("forward", ["torch", "cpu_conv_transpose"])
+def test_a_weight_in_channels_last_changes_no_gradient(forward, force):
+    """torch's convolution then gives channels last, whatever the input is."""
+    force(f"{forward},cpu_group_norm_backward")
+    gradients = []
+    for place in (lambda t: t, lambda t: t.contiguous(memory_format=torch.channels_last)):
+        x, weight = leaves([(2, 6, 7, 9), (6, 8, 3, 3)])
+        weight = place(weight.detach()).requires_grad_()
+        output = functional.conv_transpose_act_norm(x, weight, activation="gelu", num_groups=2)
+        gradients.append(torch.autograd.grad((output * output).sum(), [x, weight]))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

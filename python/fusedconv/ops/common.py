@@ -17,7 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import dense, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
-from fusedconv.plan import BackwardTensors, ForwardPlan, Outputs
+from fusedconv.plan import BackwardPlan, BackwardTensors, ForwardPlan, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import ForwardProblem
 from fusedconv.recording import Call, Composition, record
@@ -53,6 +53,36 @@ def promised(
         )
     result = dense(result, layout)
     return result if result.dtype == like.dtype else result.to(like.dtype)
+
+
+def computed_gradients(
+    plan: BackwardPlan,
+    names: tuple[str, ...],
+    gradient_names: tuple[str, ...],
+    given: Callable[..., Tensors],
+    tensors: Sequence[Tensor | None],
+    grad: Tensor,
+    saved: tuple[Tensor | None, Tensor | None, Tensor | None],
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """A plan's gradients of an operator's tensors, as it promises them. ``names`` are those of the
+    tensors, ``gradient_names`` what a problem calls their gradients, ``given(*tensors)`` what a
+    plan takes; ``saved`` are conv_output, mean and rstd."""
+    input, weight, _, norm_weight, norm_bias = given(*tensors)
+    found = run_backward(plan, BackwardTensors(grad, input, weight, *saved, norm_weight, norm_bias))
+    layout = result_layout_of(input)
+    return tuple(
+        promised(
+            plan.kernel,
+            name,
+            input,
+            getattr(found, gradient),
+            tensor,
+            need,
+            layout if name == "input" else "nchw",
+        )
+        for name, gradient, tensor, need in zip(names, gradient_names, tensors, needs, strict=True)
+    )
 
 
 def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -246,7 +276,11 @@ def direct_operator(
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, plan: ForwardPlan, call: Any, *tensors: Tensor | None) -> Tensor:
-            output, conv_output, mean, rstd = run(plan, *given(*tensors))
+            outputs = run(plan, *given(*tensors))
+            if outputs.conv_output is not None:
+                # Else writing to the output in place would change what is saved.
+                outputs = Outputs(*operator_outputs(call.input, outputs))
+            output, conv_output, mean, rstd = outputs
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, conv_output, mean, rstd)
             ctx.plan = plan
@@ -276,48 +310,18 @@ def direct_operator(
                 if _is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
                     found = dispatched(grad, conv_output, mean, rstd, needs, call(tensors))
                 else:
-                    found = computed(ctx, call, grad, tensors, conv_output, mean, rstd, needs)
+                    plan = gradient_plan(
+                        ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
+                    )
+                    saved = (conv_output, mean, rstd)
+                    found = computed_gradients(
+                        plan, names, gradient_names, given, tensors, grad, saved, needs
+                    )
             return (
                 None,
                 None,
                 *(gradient if need else None for gradient, need in zip(found, needs, strict=True)),
             )
-
-    def computed(
-        ctx: Any,
-        call: Callable[[Sequence[Tensor | None]], Any],
-        grad: Tensor,
-        tensors: Sequence[Tensor | None],
-        conv_output: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        needs: tuple[bool, ...],
-    ) -> list[Tensor | None]:
-        plan = gradient_plan(
-            ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
-        )
-        input, weight, _, norm_weight, norm_bias = given(*tensors)
-        gradients = run_backward(
-            plan,
-            BackwardTensors(grad, input, weight, conv_output, mean, rstd, norm_weight, norm_bias),
-        )
-        layout = result_layout_of(input)
-        return [
-            promised(
-                plan.kernel,
-                name,
-                input,
-                getattr(gradients, gradient),
-                tensor,
-                need,
-                layout if name == "input" else "nchw",
-            )
-            if need
-            else None
-            for name, gradient, tensor, need in zip(
-                names, gradient_names, tensors, needs, strict=True
-            )
-        ]
 
     def direct(plan: ForwardPlan, call: Any) -> Tensor:
         result: Tensor = Direct.apply(plan, call, *call.tensors)

@@ -13,21 +13,21 @@ from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     any_requires_grad,
     composed,
+    computed_gradients,
     differentiates_gradients,
     direct_operator,
     gradients_by_composition,
     operator_outputs,
-    promised,
     recorded_with,
     refuse_second_derivatives,
     register_batching,
     register_gradients,
 )
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan
-from fusedconv.plan import BackwardTensors, ForwardPlan
+from fusedconv.plan import ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.recording import record
-from fusedconv.selection import run, run_backward
+from fusedconv.selection import run
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -49,6 +49,11 @@ torch.library.define(
 #: The arguments that have gradients, in the order of ``output_mask``, and their places in a call.
 _DIFFERENTIABLE = ("input", "weight", "bias", "norm_weight", "norm_bias")
 _PLACES = tuple(ConvCall._fields.index(name) for name in _DIFFERENTIABLE)
+
+
+def _given(*tensors: Any) -> Any:
+    """What a plan takes, of the tensors that have gradients."""
+    return tensors
 
 
 def _forward(*arguments: Any) -> Saved:
@@ -99,27 +104,10 @@ def _backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = ConvCall(*arguments)
-    input = call.input
     plan = backward_plan(call, grad, conv_output, _DIFFERENTIABLE, output_mask)
-    found = run_backward(
-        plan,
-        BackwardTensors(
-            grad_output=grad,
-            input=input,
-            weight=call.weight,
-            conv_output=conv_output,
-            mean=mean,
-            rstd=rstd,
-            norm_weight=call.norm_weight,
-            norm_bias=call.norm_bias,
-        ),
-    )
-    layouts = (result_layout_of(input), *("nchw",) * 4)
-    return tuple(
-        promised(
-            plan.kernel, name, input, getattr(found, name), getattr(call, name), needed, layout
-        )
-        for name, needed, layout in zip(_DIFFERENTIABLE, output_mask, layouts, strict=True)
+    saved = (conv_output, mean, rstd)
+    return computed_gradients(
+        plan, _DIFFERENTIABLE, _DIFFERENTIABLE, _given, call.tensors, grad, saved, output_mask
     )
 
 
@@ -217,27 +205,16 @@ def _traced(*arguments: Any) -> Tensor:
 register_gradients(_NAME, _gradients, _setup_context, _in_torch)
 
 
-def _dispatched(
-    grad: Tensor,
-    conv_output: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    needs: Sequence[bool],
-    call: ConvCall,
-) -> Any:
-    saved = (grad.new_empty((0,)) if tensor is None else tensor for tensor in (mean, rstd))
-    assert conv_output is not None
-    return torch.ops.fusedconv.conv_transpose_act_norm_backward(
-        grad, conv_output, *saved, needs, *call
-    )
-
-
 _direct = direct_operator(
     _DIFFERENTIABLE,
     _DIFFERENTIABLE,
-    lambda *tensors: tensors,
+    _given,
     lambda call: _in_torch(*call, False)[0],
-    _dispatched,
+    lambda grad, conv_output, mean, rstd, needs, call: (
+        torch.ops.fusedconv.conv_transpose_act_norm_backward(
+            grad, conv_output, mean, rstd, needs, *call
+        )
+    ),
 )
 
 

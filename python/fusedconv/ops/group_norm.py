@@ -11,21 +11,21 @@ from torch import Tensor
 from fusedconv.layout import empty, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
+    Tensors,
     composed,
+    computed_gradients,
     differentiates_gradients,
     direct_operator,
     gradients_by_composition,
     operator_outputs,
-    promised,
     recorded_with,
     refuse_second_derivatives,
     register_batching,
     register_gradients,
 )
 from fusedconv.ops.planning import NormCall, backward_plan, group_norm_plan
-from fusedconv.plan import BackwardTensors
 from fusedconv.recording import record
-from fusedconv.selection import run, run_backward
+from fusedconv.selection import run
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -48,6 +48,11 @@ torch.library.define(
 _DIFFERENTIABLE = ("input", "weight", "bias")
 _PLACES = tuple(NormCall._fields.index(name) for name in _DIFFERENTIABLE)
 _GRADIENTS = ("input", "norm_weight", "norm_bias")
+
+
+def _given(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensors:
+    """What a plan takes, of the tensors that have gradients."""
+    return input, None, None, weight, bias
 
 
 def _forward(*arguments: Any) -> Outputs:
@@ -80,29 +85,10 @@ def _backward(
     grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     call = NormCall(*arguments)
-    input = call.input
     plan = backward_plan(call, grad, None, _GRADIENTS, output_mask)
-    found = run_backward(
-        plan,
-        BackwardTensors(
-            grad_output=grad,
-            input=input,
-            weight=None,
-            conv_output=None,
-            mean=mean,
-            rstd=rstd,
-            norm_weight=call.weight,
-            norm_bias=call.bias,
-        ),
-    )
-    layouts = (result_layout_of(input), "nchw", "nchw")
-    return tuple(
-        promised(
-            plan.kernel, name, input, getattr(found, gradient), getattr(call, name), needed, layout
-        )
-        for gradient, name, needed, layout in zip(
-            _GRADIENTS, _DIFFERENTIABLE, output_mask, layouts, strict=True
-        )
+    saved = (None, mean, rstd)
+    return computed_gradients(
+        plan, _DIFFERENTIABLE, _GRADIENTS, _given, call.tensors, grad, saved, output_mask
     )
 
 
@@ -175,7 +161,7 @@ register_gradients(_NAME, _gradients, _setup_context, _in_torch)
 direct = direct_operator(
     _DIFFERENTIABLE,
     _GRADIENTS,
-    lambda input, weight, bias: (input, None, None, weight, bias),
+    _given,
     lambda call: _in_torch(*call)[0],
     lambda grad, conv_output, mean, rstd, needs, call: torch.ops.fusedconv.group_norm_backward(
         grad, mean, rstd, needs, *call

@@ -30,9 +30,10 @@ _PASSES, _NORM_PASSES = 2.0, 4.0
 _RELAYOUT_PASSES = 4.0
 
 
-def _form(problem: ForwardProblem) -> ActNormAct | Support:
-    """The stages as a compiled pass takes them; a refusal where none does."""
-    support = supports_compiled(problem) and converts(torch.float32, problem.output_dtype)
+def _form(problem: ForwardProblem, dtype: torch.dtype) -> ActNormAct | Support:
+    """The stages as a compiled pass over a convolution's output of this dtype takes them; a refusal
+    where none does."""
+    support = supports_compiled(problem) and converts(dtype, problem.output_dtype)
     return act_norm_act(problem.epilogue) if support else support
 
 
@@ -68,7 +69,7 @@ class ConvTransposePlan(ForwardPlan):
         self.stored: Stages | None = None
         self.fused: Stages | None = None
         self.in_torch: TorchPlan | None = None
-        form = _form(problem)
+        form = _form(problem, dtype)
         rest = dataclasses.replace(problem, epilogue=(), output_dtype=problem.dtype, save=False)
         if isinstance(form, ActNormAct) and (stages or not lies or dtype != problem.output_dtype):
             self.fused = Stages(problem, form, layout, dtype)
@@ -130,7 +131,7 @@ class CpuConvTranspose(ForwardKernel):
         if problem.conv is None:
             return Support.no("there is no convolution")
         if isinstance(self.form, AsTorch):
-            form = _form(problem)
+            form = _form(problem, problem.dtype)
             if isinstance(form, Support):
                 return form
             if all(isinstance(stage, Bias) for stage in problem.epilogue):
@@ -143,7 +144,7 @@ class CpuConvTranspose(ForwardKernel):
         size = problem.output_elements
         moved = size * (convolution.dtype.itemsize + problem.output_dtype.itemsize)
         lies = convolution.layout == problem.output_layout
-        form = _form(problem)
+        form = _form(problem, convolution.dtype)
         stages = any(not isinstance(stage, Bias) for stage in problem.epilogue)
         if isinstance(form, Support):
             if stages:

@@ -1,10 +1,10 @@
-# A room is an object library and the file that binds it. Libraries know nothing of Python, so
+# A room is an object library and the files that bind it. Libraries know nothing of Python, so
 # modules for several Python versions share their objects.
 
-# fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file> [ARCHITECTURES <architecture>...])
+# fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file>... [ARCHITECTURES <architecture>...])
 # builds fusedconv_<name>, for all listed architectures unless given, and adds it to the module.
 function(fusedconv_add_room)
-  cmake_parse_arguments(PARSE_ARGV 0 room "" "NAME;BINDING" "SOURCES;ARCHITECTURES")
+  cmake_parse_arguments(PARSE_ARGV 0 room "" "NAME" "SOURCES;BINDING;ARCHITECTURES")
   set(library fusedconv_${room_NAME})
   add_library(${library} OBJECT ${room_SOURCES})
   target_link_libraries(
@@ -24,7 +24,7 @@ endfunction()
 # lists none. The global property fusedconv_families names what is built, and the module's sources
 # see FUSEDCONV_WITH_<NAME>.
 function(fusedconv_add_family)
-  cmake_parse_arguments(PARSE_ARGV 0 family "" "NAME;BINDING" "SOURCES;ARCHITECTURES")
+  cmake_parse_arguments(PARSE_ARGV 0 family "" "NAME" "SOURCES;BINDING;ARCHITECTURES")
   set(architectures "")
   foreach(architecture IN LISTS family_ARCHITECTURES)
     if(architecture IN_LIST FUSEDCONV_CUDA_ARCHITECTURES)

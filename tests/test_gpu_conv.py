@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_checks import bound, poison, round_to_tf32
 from reference import ACTIVATIONS, TORCH_SCRIPTS, channels_last, relative_error
 from reference import conv_transpose_act_norm as composition
 from torch import nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 import fusedconv
 from fusedconv.benchmark import DTYPES, PRECISIONS
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda import sm80, sm90
+from fusedconv.kernels.cuda import sm80, sm90, sm90_runs
 from fusedconv.kernels.torch import TorchForward
 from fusedconv.models import SYSTEMS
 from fusedconv.registry import registry
@@ -33,23 +34,12 @@ def ours(monkeypatch) -> None:
     monkeypatch.setattr(TorchForward, "cost", lambda *_: 1e6)
 
 
-def poison(num_bytes: int = 64 << 20) -> None:
-    """Leaves NaN in the memory that the next allocations get."""
-    blocks = [torch.full((size // 4,), torch.nan, device="cuda") for size in (num_bytes, 1 << 20)]
-    del blocks
-
-
 @pytest.fixture
 def eager_precision(monkeypatch):
     def switch(precision: str) -> None:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
 
     return switch
-
-
-def bound(eager_error: float, precision: str) -> float:
-    # 1.1 times eager's error, and a floor of a few roundings for results that eager has exact.
-    return 1.1 * eager_error + {"tf32": 2e-6, "fp32": 4e-8, "fp16": 1e-5, "bf16": 1e-4}[precision]
 
 
 def conv_rows() -> list[str]:
@@ -237,12 +227,6 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
     assert served == RANDOM_PROBLEMS
 
 
-def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """To nearest, ties to even, as torch's TF32 convolutions round finite operands."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).reshape(x.shape)
-
-
 def _inputs(shape, dtype, layout):
     x = torch.rand(shape, device="cuda", dtype=torch.float32).to(dtype)
     return channels_last(x) if layout == "nhwc" else x
@@ -395,7 +379,7 @@ def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
         first = model(x)
         for _ in range(20):
             assert torch.equal(model(x), first)
-        for provider in (sm80, sm90):
+        for provider in (sm80, sm90, sm90_runs):
             monkeypatch.setattr(provider, "CHUNK_BYTES", 2 << 20)
         fusedconv.clear_cache()
         assert torch.equal(model(x), first)

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from gpu_checks import poison
 from problems import explained
 from reference import GRADIENT_FLOOR, channels_last, double, relative_error
 from reference import conv_transpose_act_norm as composition
 from reference import group_norm as eager
-from test_gpu_conv import poison
 from test_gpu_group_norm import CASES, FLOOR, LARGE_CASES, with_layouts
 from torch import Tensor
 

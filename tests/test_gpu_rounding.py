@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 import torch
-from test_gpu_conv import conv_rows, poison, round_to_tf32
+from gpu_checks import poison, round_to_tf32
+from test_gpu_conv import conv_rows
 from torch import Tensor
 
 from fusedconv.functional import conv_transpose_act_norm

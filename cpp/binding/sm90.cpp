@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "binding/binding.hpp"
+#include "binding/sm90.hpp"
 #include "conv/sm90/steps.hpp"
 
 namespace fusedconv::binding {
@@ -50,22 +51,13 @@ void bind_config(py::module_& m) {
 }
 
 void bind_steps(py::module_& m) {
-  py::class_<PackFilter, Step, std::shared_ptr<PackFilter>>(
-      m, "PackFilter", "A weight to the order in which the convolution consumes it.")
-      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
-           py::arg("filter"));
+  bind_shared_steps<Config>(m);
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
       .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
            py::arg("partials"));
-  py::class_<MergeMoments, Step, std::shared_ptr<MergeMoments>>(
-      m, "MergeMoments", "Partial moments to statistics by sample and group.")
-      .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("partials"),
-           py::arg("statistics"), py::arg("mean"), py::arg("rstd"));
   py::class_<Finalize, Step, std::shared_ptr<Finalize>>(
       m, "Finalize", "The convolution's output to a tensor's order, normalised on the way.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
@@ -96,6 +88,7 @@ void bind_sm90(py::module_& m) {
   room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   bind_config(room);
   bind_steps(room);
+  bind_sm90_runs(room);
 }
 
 }  // namespace fusedconv::binding

@@ -13,7 +13,8 @@ using device::Pack;
 
 // ---- normalisation ----
 
-// Block (split, plane): one channel of one sample is contiguous.
+// Block (split, plane): one channel of one sample is contiguous. Vectors begin at multiples of their
+// size in the tensor, wherever the plane does; elements before and behind them go one by one.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
@@ -22,16 +23,18 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   int64_t const size = min(split_size, pixels - begin);
   auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-  T const* const source = input + int64_t(plane) * pixels + begin;
-  U* const target = output + int64_t(plane) * pixels + begin;
-  int64_t const vectors = size / kVector;
+  int64_t const first = int64_t(plane) * pixels + begin;
+  int64_t const head = min(size, int64_t(kVector - 1) - (first + kVector - 1) % kVector);
+  T const* const source = input + first + head;
+  U* const target = output + first + head;
+  int64_t const vectors = (size - head) / kVector;
+  auto const normalize = [&](T value) {
+    return device::from_float<U>(normalized<kActivate>(device::to_float(value), channel, affine));
+  };
   auto const store = [&](int64_t vector, Pack<T, kVector> const& loaded) {
     Pack<U, kVector> result;
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      result.values[j] = device::from_float<U>(
-          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
-    }
+    for (int j = 0; j < kVector; ++j) result.values[j] = normalize(loaded.values[j]);
     result.store(target + vector * kVector);
   };
   int64_t i = threadIdx.x;
@@ -45,6 +48,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kLoads; ++j) store(i + j * kThreads, loaded[j]);
   }
   for (; i < vectors; i += kThreads) store(i, Pack<T, kVector>::load(source + i * kVector));
+  if constexpr (kVector > 1) {
+    int64_t const tail = size - head - vectors * kVector;
+    if (threadIdx.x < head + tail) {
+      int64_t const element =
+          threadIdx.x < head ? threadIdx.x - head : vectors * kVector + threadIdx.x - head;
+      target[element] = normalize(source[element]);
+    }
+  }
 }
 
 // Small planes: the whole tensor as one run, the channel found for each vector.
@@ -207,10 +218,11 @@ void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors
   auto* output = static_cast<U*>(tensors.output);
   if (p.input_layout == Layout::kChannelsFirst) {
     constexpr int kVector = 16 / sizeof(T);
-    bool const vectors = p.pixels % kVector == 0 && device::is_aligned(input, 16) &&
+    bool const large = p.pixels >= 2048;
+    bool const vectors = (large || p.pixels % kVector == 0) && device::is_aligned(input, 16) &&
                          device::is_aligned(output, kVector * int64_t(sizeof(U)));
     dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
-      if (p.pixels >= 2048) {
+      if (large) {
         Split const split = split_run(p.pixels, sizeof(T), kVector);
         dim3 const grid =
             device::checked_grid("normalize_planes", p.batch * p.channels * split.count);

@@ -11,8 +11,21 @@
 
 namespace fusedconv::conv::sm90 {
 
-// To the order in which stages consume it: taps reversed, channel axes swapped, rounded or split in
-// two.
+// The order in which stages consume a filter.
+struct FilterOrder {
+  Math math;
+  int taps_d, taps_h, taps_w;
+  int blocks_m, tiles_m;  // of kBlockM output channels in a tile; tiles
+  int k_blocks;           // of all input channels
+  // Of a stage, and stages; those beyond the last depth tap are zeros.
+  int k_blocks_per_stage, filter_rows, k_iterations;
+  // Whether the two halves of a k-block alternate by channel, else the second follows the first.
+  bool interleaves_halves;
+};
+
+// Taps reversed, channel axes swapped, rounded or split in two.
+void pack_filter(FilterOrder const& order, FilterSource const& source, void const* weight,
+                 void* filter, cudaStream_t stream);
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
 

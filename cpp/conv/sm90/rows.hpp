@@ -47,6 +47,7 @@ struct Config {
          Device const& device);
 
   TileShape const& tile() const { return row->tile; }
+  MathTraits const& traits() const { return row->tile.traits(); }
   // Of a sample.
   int tiles() const { return schedule.strips * schedule.tiles_n * schedule.tiles_m; }
   int taps_per_stage() const {

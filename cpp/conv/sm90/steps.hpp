@@ -7,26 +7,12 @@
 
 #include "conv/problem.hpp"
 #include "conv/sm90/rows.hpp"
+#include "conv/sm90/shared_steps.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "program/step.hpp"
 
 namespace fusedconv::conv::sm90 {
-
-// weight to filter, config.schedule.filter_bytes of them.
-class PackFilter final : public Step {
- public:
-  PackFilter(Config const& config, FilterSource const& source, Operand weight, Operand filter);
-
-  std::string describe() const override;
-  std::vector<Operand> operands() const override;
-  void run(RunContext const& context, void* workspace) const override;
-
- private:
-  Config config_;
-  FilterSource source_;
-  Operand weight_, filter_;
-};
 
 // Convolution, bias, activation, and by tile and channel the moments of activated values. The
 // output is in the order of accumulators; without activates_output it is stored before the
@@ -45,22 +31,6 @@ class Convolve final : public Step {
   Activation activation_;
   bool activates_output_;
   Operand input_, filter_, bias_, output_, partials_;
-};
-
-// problem.batch is the run's. mean and rstd may be absent.
-class MergeMoments final : public Step {
- public:
-  MergeMoments(Config const& config, GroupNormProblem const& problem, Operand partials,
-               Operand statistics, Operand mean, Operand rstd);
-
-  std::string describe() const override;
-  std::vector<Operand> operands() const override;
-  void run(RunContext const& context, void* workspace) const override;
-
- private:
-  Config config_;
-  GroupNormProblem problem_;
-  Operand partials_, statistics_, mean_, rstd_;
 };
 
 // From the order of accumulators to the problem's output layout; normalises where there are

@@ -35,6 +35,23 @@ CUtensorMapDataType data_type(Math math) {
 
 }  // namespace
 
+CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes,
+                       ConvProblem const& problem, int batch) {
+  cuuint32_t const steps[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  CUresult const status = tensor_map_encoder()(
+      &map, data_type(math), 5, const_cast<void*>(input), axes.extents.data(), axes.strides.data(),
+      axes.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw KernelFailure(detail::join(
+        "sm90 convolve: cuTensorMapEncodeTiled failed with ", int(status), " for N=", batch,
+        " C=", problem.c, " DHW=", problem.d, "x", problem.h, "x", problem.w, ", boxes of ",
+        axes.box[0], "x", axes.box[1], "x", axes.box[2], "x", axes.box[3]));
+  }
+  return map;
+}
+
 CUtensorMap input_map(Arguments const& a) {
   ConvProblem const& c = a.config.problem;
   Schedule const& s = a.config.schedule;
@@ -43,30 +60,20 @@ CUtensorMap input_map(Arguments const& a) {
   auto const channels = cuuint64_t(c.c), batch = cuuint64_t(a.batch);
   auto const w = cuuint64_t(c.w), h = cuuint64_t(c.h), d = cuuint64_t(c.d);
   auto const k_block = cuuint32_t(tile.k()), row = cuuint32_t(s.input_row_elements);
-  cuuint64_t const extents_first[5] = {w, h, d, channels, batch};
-  cuuint64_t const extents_last[5] = {channels, w, h, d, batch};
-  cuuint32_t const box_first[5] = {row, 1, 1, k_block, 1};
-  cuuint32_t const box_last[5] = {k_block, row, 1, 1, 1};
-  cuuint64_t const* const extents = first ? extents_first : extents_last;
-  cuuint64_t strides[4];
+  MapAxes axes{};
+  if (first) {
+    axes.extents = {w, h, d, channels, batch};
+    axes.box = {row, 1, 1, k_block, 1};
+  } else {
+    axes.extents = {channels, w, h, d, batch};
+    axes.box = {k_block, row, 1, 1, 1};
+  }
   cuuint64_t stride = tile.element_bytes();
   for (int i = 0; i < 4; ++i) {
-    stride *= extents[i];
-    strides[i] = stride;
+    stride *= axes.extents[i];
+    axes.strides[i] = stride;
   }
-  cuuint32_t const steps[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
-  CUresult const status =
-      tensor_map_encoder()(&map, data_type(tile.math), 5, const_cast<void*>(a.input), extents,
-                           strides, first ? box_first : box_last, steps,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw KernelFailure(detail::join("sm90 convolve: cuTensorMapEncodeTiled failed with ",
-                                     int(status), " for N=", a.batch, " C=", c.c, " DHW=", c.d, "x",
-                                     c.h, "x", c.w, ", rows of ", s.input_row_elements));
-  }
-  return map;
+  return encode_map(tile.math, a.input, axes, c, a.batch);
 }
 
 }  // namespace fusedconv::conv::sm90

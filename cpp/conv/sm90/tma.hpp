@@ -1,14 +1,29 @@
-// The tensor map of the input.
+// Tensor maps of the input.
 #pragma once
 
 #include <cuda.h>
 
+#include <array>
+
+#include "conv/math_table.hpp"
+#include "conv/problem.hpp"
 #include "conv/sm90/rows.hpp"
 
 namespace fusedconv::conv::sm90 {
 
-// The input as a tensor of five axes, for boxes of one row of a k-block; rounded to TF32 on the way
-// where that is the mode.
+// Axes, innermost first, with their distances in bytes but the innermost's.
+struct MapAxes {
+  std::array<cuuint64_t, 5> extents;
+  std::array<cuuint64_t, 4> strides;
+  std::array<cuuint32_t, 5> box;
+};
+
+// Throws KernelFailure, which names the problem. Copies round to TF32 on the way where that is the
+// mode.
+CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes,
+                       ConvProblem const& problem, int batch);
+
+// The input as a tensor of five axes, for boxes of one row of a k-block.
 CUtensorMap input_map(Arguments const& arguments);
 
 }  // namespace fusedconv::conv::sm90

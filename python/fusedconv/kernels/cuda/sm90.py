@@ -74,6 +74,7 @@ COSTS = CostConstants(
 
 @functools.lru_cache(maxsize=4096)
 def _config(
+    room: Any,
     row: int,
     channels: int,
     output_channels: int,
@@ -82,8 +83,8 @@ def _config(
     aligned: bool,
     device: Device,
 ) -> Any:
-    return _C.sm90.Config(
-        _C.sm90.rows()[row],
+    return room.Config(
+        room.rows()[row],
         problem=conv_problem(lowered, channels, output_channels),
         layout=_C.Layout[layout],
         aligned=aligned,
@@ -91,12 +92,13 @@ def _config(
     )
 
 
-class CutlassSm90(ForwardKernel):
-    """A row of ``_C.sm90.rows()``."""
+class Sm90Kernel(ForwardKernel):
+    """What all rows of the family have in common. ``room``: ``_C.sm90`` or a room in it."""
 
     provider = "cutlass_sm90"
 
-    def __init__(self, index: int, row: Any) -> None:
+    def __init__(self, room: Any, index: int, row: Any) -> None:
+        self.room = room
         self.index = index
         self.row = row
         self.name = row.name
@@ -105,14 +107,13 @@ class CutlassSm90(ForwardKernel):
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         """The schedule of a problem that lowers to one dense convolution."""
         assert problem.conv is not None
-        lowered = lower(problem.conv, problem.spatial).single()
-        assert isinstance(lowered, Phase)
         strided = problem.layout == "strided"  # copied to contiguous NCHW first
         return _config(
+            self.room,
             self.index,
             problem.channels,
             problem.output_channels,
-            lowered,
+            only_phase(problem),
             problem.output_layout,
             strided or problem.aligned,
             device,
@@ -144,6 +145,38 @@ class CutlassSm90(ForwardKernel):
         if largest >= 1 << 30:
             return Support.no(f"a sample has {largest} pixels, positions are counted to 2**30")
         return Support.of(self.config(problem, device).support)
+
+    def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
+        """Appends the step that packs the weight; where the packed filter lies."""
+        problem = program.problem
+        assert problem.conv is not None
+        filter = program.scratch(0, config.filter_bytes)
+        program.compiled.before(
+            self.room.PackFilter(
+                config,
+                source=_C.FilterSource(
+                    c=problem.channels,
+                    k=problem.output_channels,
+                    taps=only_phase(problem).taps,
+                    strides=five_strides(problem.conv.weight_strides),
+                ),
+                weight=program.weight,
+                filter=filter,
+            )
+        )
+        return filter
+
+
+def only_phase(problem: ForwardProblem) -> Phase:
+    """The one convolution that a supported problem lowers to."""
+    assert problem.conv is not None
+    lowered = lower(problem.conv, problem.spatial).single()
+    assert isinstance(lowered, Phase)
+    return lowered
+
+
+class CutlassSm90(Sm90Kernel):
+    """A row of ``_C.sm90.rows()``."""
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
@@ -178,8 +211,6 @@ class CutlassSm90(ForwardKernel):
         return equal_chunk(problem.batch, CHUNK_BYTES // max(1, scratch))
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
-        conv = problem.conv
-        assert conv is not None
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self._chunk(problem, config))
         form, steps = program.form, program.compiled
@@ -192,27 +223,12 @@ class CutlassSm90(ForwardKernel):
             input_layout=problem.output_layout,
             output_layout=problem.output_layout,
         )
-        filter = program.scratch(0, config.filter_bytes)
+        filter = self.pack_filter(program, config)
         accumulators = program.scratch(config.output_bytes_per_sample)
         statistics = program.statistics()
         partials = program.absent
         if form.norm is not None:
             partials = program.scratch(config.partial_bytes_per_sample)
-        phase = lower(conv, problem.spatial).single()
-        assert isinstance(phase, Phase)
-        steps.before(
-            _C.sm90.PackFilter(
-                config,
-                source=_C.FilterSource(
-                    c=problem.channels,
-                    k=problem.output_channels,
-                    taps=phase.taps,
-                    strides=five_strides(conv.weight_strides),
-                ),
-                weight=program.weight,
-                filter=filter,
-            )
-        )
         steps.per_chunk(
             _C.sm90.Convolve(
                 config,
@@ -254,4 +270,4 @@ class CutlassSm90(ForwardKernel):
 def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltForward("sm90_conv", "cutlass_sm90")]
-    return [CutlassSm90(index, row) for index, row in enumerate(_C.sm90.rows())]
+    return [CutlassSm90(_C.sm90, index, row) for index, row in enumerate(_C.sm90.rows())]

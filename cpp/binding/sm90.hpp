@@ -1,0 +1,29 @@
+// What the two files that bind the Hopper convolutions share.
+#pragma once
+
+#include <memory>
+
+#include "binding/binding.hpp"
+#include "conv/sm90/shared_steps.hpp"
+
+namespace fusedconv::binding {
+
+void bind_sm90_runs(py::module_& room);
+
+template <class Config>
+void bind_shared_steps(py::module_& m) {
+  using Pack = conv::sm90::PackFilter<Config>;
+  using Merge = conv::sm90::MergeMoments<Config>;
+  py::class_<Pack, Step, std::shared_ptr<Pack>>(
+      m, "PackFilter", "A weight to the order in which the convolution consumes it.")
+      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
+           py::arg("filter"));
+  py::class_<Merge, Step, std::shared_ptr<Merge>>(
+      m, "MergeMoments", "Partial moments to statistics by sample and group.")
+      .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("partials"),
+           py::arg("statistics"), py::arg("mean"), py::arg("rstd"));
+}
+
+}  // namespace fusedconv::binding

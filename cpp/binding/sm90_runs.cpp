@@ -1,0 +1,63 @@
+// The convolutions of compute capability 9.0 whose positions come from registers.
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "binding/binding.hpp"
+#include "binding/sm90.hpp"
+#include "conv/sm90/runs/steps.hpp"
+
+namespace fusedconv::binding {
+
+using namespace conv::sm90::runs;
+
+void bind_sm90_runs(py::module_& room) {
+  py::module_ m = room.def_submodule("runs", "Convolutions whose positions come from registers.");
+  py::class_<Row>(m, "Row", "One compiled kernel for each activation.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math)
+      .def_property_readonly(
+          "window",
+          [](Row const& row) { return py::make_tuple(row.window.before, row.window.after); },
+          "Columns of the input before and after an output's that the filter reaches.");
+  m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
+  py::class_<Tiling>(m, "Tiling", "Tiles of one shape.")
+      .def_readonly("strips", &Tiling::strips)
+      .def_readonly("quads", &Tiling::quads, "Of a tile's row.")
+      .def_readonly("rows", &Tiling::rows, "Of a tile.")
+      .def_readonly("column0", &Tiling::column0)
+      .def_readonly("tiles", &Tiling::tiles, "Of a strip, in a slice.")
+      .def_readonly("columns", &Tiling::columns, "Of a stage's box.")
+      .def_readonly("lines", &Tiling::lines, "Of a stage's box.")
+      .def_readonly("bytes", &Tiling::bytes, "Of a stage's box.");
+  auto const scheduled = [](auto Schedule::* field) {
+    return [field](Config const& config) { return config.schedule.*field; };
+  };
+  py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
+      .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, Device const&>(),
+           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("layout"), py::arg("aligned"),
+           py::arg("device"))
+      .def_property_readonly(
+          "row", [](Config const& config) -> Row const& { return *config.row; },
+          py::return_value_policy::reference)
+      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("tilings", scheduled(&Schedule::tilings),
+                             "Of strips of full width, and of the rest.")
+      .def_property_readonly("tiles", scheduled(&Schedule::tiles),
+                             "Of a sample, for each block of output channels.")
+      .def_property_readonly("blocks_n", scheduled(&Schedule::blocks_n), "Of output channels.")
+      .def_property_readonly("k_iterations", scheduled(&Schedule::k_iterations), "Of a tile.")
+      .def_property_readonly("stages", scheduled(&Schedule::stages))
+      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+  bind_shared_steps<Config>(m);
+  py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
+      m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
+      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
+           py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
+           py::arg("partials"));
+}
+
+}  // namespace fusedconv::binding

@@ -1,0 +1,74 @@
+// From a row's traits to its entry in the table: launcher and metadata.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "conv/sm90/runs/kernel.hpp"
+#include "conv/sm90/runs/params.hpp"
+#include "conv/sm90/runs/rows.hpp"
+#include "conv/sm90/runs/tma.hpp"
+#include "conv/sm90/runs/traits.hpp"
+#include "fusedconv/activation.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::runs {
+
+inline std::string name_of(Math math, Window const& window) {
+  return detail::join("sm90_runs_", traits_of(math).name, "_", window.before, "_", window.after);
+}
+
+template <class Traits>
+void launch_kernel(Arguments const& a, cudaStream_t stream) {
+  auto const kernel = &convolve<Traits>;
+  Config const& config = a.config;
+  Schedule const& s = config.schedule;
+  Params const p = Params::of(a);
+  // Whole sets of blocks, one for each 64 output channels.
+  int const sets = std::max(1, config.multiprocessors / s.blocks_n);
+  int const blocks = std::min(int(ceil_div(p.tile_count, kConsumers)), sets) * s.blocks_n;
+  auto const check = [&](char const* where, cudaError_t status) {
+    if (status == cudaSuccess) return;
+    ConvProblem const& c = config.problem;
+    throw KernelFailure(detail::join(
+        config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
+        cudaGetErrorString(status), ") for N=", a.batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x",
+        c.h, "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
+        s.shared_bytes, " bytes of shared memory"));
+  };
+  check("cudaFuncSetAttribute",
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes));
+  kernel<<<blocks, kThreads, s.shared_bytes, stream>>>(p, input_map(a, s.tilings[0]),
+                                                       input_map(a, s.tilings[1]));
+  check("launch", cudaGetLastError());
+}
+
+template <Math kMath, int kBefore, int kAfter>
+void launch(Arguments const& a, cudaStream_t stream) {
+  dispatch_activation(a.activation, [&](auto form) {
+    launch_kernel<Traits<kMath, kBefore, kAfter, decltype(form)>>(a, stream);
+  });
+}
+
+template <Math kMath, int kBefore, int kAfter>
+void append_row(std::vector<Row>& rows) {
+  constexpr Window kWindow{kBefore, kAfter};
+  rows.push_back({.name = name_of(kMath, kWindow),
+                  .math = kMath,
+                  .window = kWindow,
+                  .launch = &launch<kMath, kBefore, kAfter>});
+}
+
+// A row for each window: no padding, half of a filter's row, and one column.
+template <Math kMath>
+void append_rows(std::vector<Row>& rows) {
+  append_row<kMath, 2, 0>(rows);
+  append_row<kMath, 1, 1>(rows);
+  append_row<kMath, 0, 0>(rows);
+}
+
+}  // namespace fusedconv::conv::sm90::runs

@@ -1,0 +1,51 @@
+#include "conv/sm90/runs/passes.hpp"
+
+#include "conv/sm90/merge_moments.hpp"
+#include "conv/sm90/passes.hpp"
+#include "conv/sm90/runs/raster.hpp"
+
+namespace fusedconv::conv::sm90::runs {
+namespace {
+
+// Of a sample's tile.
+struct TilePixels {
+  Raster raster;
+
+  __device__ __forceinline__ int operator()(int tile) const {
+    return Tile(raster, tile).pixels(raster);
+  }
+};
+
+}  // namespace
+
+void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
+                 cudaStream_t stream) {
+  static_assert(sm90::kBlockM == kBlockN && sm90::kKBlockBytes == kKBlockBytes,
+                "blocks of a packed filter");
+  ConvProblem const& c = config.problem;
+  Schedule const& s = config.schedule;
+  sm90::pack_filter({.math = config.row->math,
+                     .taps_d = c.t,
+                     .taps_h = c.r,
+                     .taps_w = c.s,
+                     .blocks_m = 1,
+                     .tiles_m = s.blocks_n,
+                     .k_blocks = s.k_blocks,
+                     .k_blocks_per_stage = 1,
+                     .filter_rows = c.r,
+                     .k_iterations = s.k_iterations,
+                     // A lane's channels of 32 bits are neighbours, one of each half.
+                     .interleaves_halves = config.traits().element_bytes() == 4},
+                    source, weight, filter, stream);
+}
+
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream) {
+  Raster const raster =
+      Raster::of(config.problem, config.schedule, config.traits().element_bytes());
+  launch_merge_moments(problem, config.schedule.tiles, TilePixels{raster}, partials, targets,
+                       stream);
+}
+
+}  // namespace fusedconv::conv::sm90::runs

@@ -1,0 +1,23 @@
+#include "conv/sm90/runs/rows.hpp"
+
+namespace fusedconv::conv::sm90::runs {
+
+std::vector<Row> const& rows() {
+  static std::vector<Row> const all = [] {
+    std::vector<Row> result;
+    append_tf32(result);
+    append_f16(result);
+    append_bf16(result);
+    return result;
+  }();
+  return all;
+}
+
+Config::Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned,
+               Device const& device)
+    : row(&row),
+      problem(problem),
+      multiprocessors(device.multiprocessors),
+      schedule(schedule_of(problem, row.math, row.window, layout, aligned, device)) {}
+
+}  // namespace fusedconv::conv::sm90::runs

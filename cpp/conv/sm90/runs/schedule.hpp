@@ -1,0 +1,82 @@
+// The schedule of a transposed convolution of stride 1 whose positions come from registers. Host
+// code without CUDA.
+//
+// The output is cut into tiles of kTileQuads quads, runs of four neighbouring columns. Most tiles
+// are kStripQuads quads wide and as high as that leaves them, in strips side by side; the columns
+// that are left over form a narrower strip with tiles of their own shape. A tile's input is a box
+// of lines as they lie in the tensor, a halo around them.
+//
+// In the instruction's terms M counts positions, N output channels and K what is summed: a k-block
+// is 32 bytes of input channels, a stage holds a k-block of a tile's lines for one depth tap.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "conv/math_table.hpp"
+#include "conv/problem.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/support.hpp"
+#include "fusedconv/types.hpp"
+
+namespace fusedconv::conv::sm90::runs {
+
+inline constexpr int kBlockN = 64;       // output channels of a block
+inline constexpr int kKBlockBytes = 32;  // of channels: one step of the tensor core
+inline constexpr int kTapBytes = kBlockN * kKBlockBytes;
+inline constexpr int kQuad = 4;        // columns
+inline constexpr int kTileQuads = 32;  // a warpgroup's: 128 positions
+inline constexpr int kStripQuads = 8;
+inline constexpr int kConsumers = 3;  // warpgroups, each with tiles and a ring of its own
+inline constexpr int kMaxStages = 8;  // of a ring
+inline constexpr int kMaxWindow = 3;  // columns of a filter
+// Shares of shared memory, in this order: barriers and the bias, then filter, rings, moments.
+inline constexpr int kHeaderBytes = 1024;
+inline constexpr int kMomentFloats = 4 * kBlockN;  // of a warp
+
+// Columns of the input, beside an output column's own, that the filter reaches.
+struct Window {
+  int before = 0;
+  int after = 0;
+  constexpr int size() const { return before + 1 + after; }
+  constexpr bool operator==(Window const&) const = default;
+};
+
+// Tiles of one shape, which cover `strips` neighbouring strips.
+struct Tiling {
+  int strips = 0;
+  int quads = 0;    // of a tile's row
+  int rows = 0;     // of a tile
+  int column0 = 0;  // of the output
+  int tiles = 0;    // of a strip, in a slice
+  // The box that a stage holds. Its columns begin `lead` before a tile's.
+  int lead = 0;
+  int columns = 0;
+  int lines = 0;
+  int bytes = 0;
+
+  int width() const { return quads * kQuad; }
+  int slice_tiles() const { return strips * tiles; }
+};
+
+// What a launch of one problem looks like. All sizes are counts unless they say bytes.
+struct Schedule {
+  Support support;
+  std::array<Tiling, 2> tilings;  // strips of full width, and the rest
+  int slice_tiles = 0;
+  int tiles = 0;         // of a sample, for each kBlockN output channels
+  int blocks_n = 0;      // of kBlockN output channels
+  int k_blocks = 0;      // of the input's channels
+  int k_iterations = 0;  // stages of a tile; those beyond depth taps times k-blocks are zeros
+  int stages = 0;
+  int stage_bytes = 0;
+  int block_filter_bytes = 0;  // of kBlockN output channels
+  int64_t filter_bytes = 0;
+  int shared_bytes = 0;
+};
+
+// aligned: the input's address is a multiple of 16 bytes.
+Schedule schedule_of(ConvProblem const& problem, Math math, Window const& window, Layout layout,
+                     bool aligned, Device const& device);
+
+}  // namespace fusedconv::conv::sm90::runs

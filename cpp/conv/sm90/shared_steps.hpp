@@ -1,0 +1,117 @@
+// Steps that both kinds of Hopper convolutions have. Config is one of theirs: it has a row with a
+// name, a problem, a schedule and traits(), and its namespace pack_filter() and merge_moments().
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conv/problem.hpp"
+#include "conv/sm90/passes.hpp"
+#include "fusedconv/check.hpp"
+#include "fusedconv/groupnorm.hpp"
+#include "fusedconv/types.hpp"
+#include "program/step.hpp"
+
+namespace fusedconv::conv::sm90 {
+
+// Returns the config for a constructor's list of members.
+template <class Config>
+Config const& served(Config const& config) {
+  if (Support const& support = config.schedule.support; !support) {
+    throw InvalidArgument(detail::join(config.row->name, ": ", support.reason));
+  }
+  FUSEDCONV_CHECK(config.multiprocessors > 0, config.row->name, ": multiprocessors is ",
+                  config.multiprocessors);
+  return config;
+}
+
+template <class Config, class T>
+void expect(Config const& config, char const* what, T const& got, T const& expected) {
+  if (got == expected) return;
+  throw InvalidArgument(
+      detail::join(config.row->name, ": ", what, ": got ", got, ", expected ", expected));
+}
+
+template <class Config>
+FilterSource const& matching(Config const& config, FilterSource const& source) {
+  ConvProblem const& c = config.problem;
+  expect<Config, int64_t>(config, "input channels of the weight", source.c, c.c);
+  expect<Config, int64_t>(config, "output channels of the weight", source.k, c.k);
+  expect<Config, int64_t>(config, "taps along depth", source.t, c.t);
+  expect<Config, int64_t>(config, "taps along height", source.r, c.r);
+  expect<Config, int64_t>(config, "taps along width", source.s, c.s);
+  return source;
+}
+
+template <class Config>
+GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
+  expect<Config, int64_t>(config, "channels", problem.channels, config.problem.k);
+  expect<Config, std::string>(config, "dtype", name_of(problem.dtype),
+                              name_of(config.traits().dtype));
+  return problem;
+}
+
+inline GroupNormProblem with_batch(GroupNormProblem problem, int64_t batch) {
+  problem.batch = batch;
+  return problem;
+}
+
+// weight to filter, config.schedule.filter_bytes of them.
+template <class Config>
+class PackFilter final : public Step {
+ public:
+  PackFilter(Config const& config, FilterSource const& source, Operand weight, Operand filter)
+      : config_(served(config)),
+        source_(matching(config, source)),
+        weight_(weight),
+        filter_(filter) {}
+
+  std::string describe() const override {
+    MathTraits const& math = config_.traits();
+    if (math.dtype != DType::kFloat32) return "pack filter";
+    return math.parts == 2 ? "pack filter (split in two TF32 parts)"
+                           : "pack filter (rounded to TF32)";
+  }
+  std::vector<Operand> operands() const override { return {weight_, filter_}; }
+  void run(RunContext const& context, void*) const override {
+    pack_filter(config_, source_, context.at(weight_), context.at(filter_), context.stream);
+  }
+
+ private:
+  Config config_;
+  FilterSource source_;
+  Operand weight_, filter_;
+};
+
+// problem.batch is the run's. mean and rstd may be absent.
+template <class Config>
+class MergeMoments final : public Step {
+ public:
+  MergeMoments(Config const& config, GroupNormProblem const& problem, Operand partials,
+               Operand statistics, Operand mean, Operand rstd)
+      : config_(served(config)),
+        problem_(matching(config, problem)),
+        partials_(partials),
+        statistics_(statistics),
+        mean_(mean),
+        rstd_(rstd) {}
+
+  std::string describe() const override { return "merge moments"; }
+  std::vector<Operand> operands() const override { return {partials_, statistics_, mean_, rstd_}; }
+  void run(RunContext const& context, void*) const override {
+    merge_moments(config_, with_batch(problem_, context.samples),
+                  context.at<groupnorm::Partial>(partials_),
+                  {.statistics = context.at<groupnorm::Statistics>(statistics_),
+                   .mean = context.at<float>(mean_),
+                   .rstd = context.at<float>(rstd_)},
+                  context.stream);
+  }
+
+ private:
+  Config config_;
+  GroupNormProblem problem_;
+  Operand partials_, statistics_, mean_, rstd_;
+};
+
+}  // namespace fusedconv::conv::sm90

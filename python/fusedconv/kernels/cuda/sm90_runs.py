@@ -1,0 +1,174 @@
+"""Transposed convolution on Hopper with positions from registers, built from CuTe (sm_90a).
+
+NCHW in, NCHW out: lines land in shared memory as they lie, a filter tap is a shift among registers,
+and the epilogue adds the bias, activates, stores in the tensor's own order and reduces the moments
+of GroupNorm. What normalises goes over the output in place. A row is a filter's reach to either
+side of a column.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.activations import COMPILED
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    ForwardProgram,
+    NotBuiltForward,
+    ProgramPlan,
+    equal_chunk,
+)
+from fusedconv.kernels.cuda.sm90 import Sm90Kernel
+from fusedconv.plan import Kernel
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+
+#: Scratch that one chunk of samples may take.
+CHUNK_BYTES = 2 << 30
+
+#: Consumer warpgroups of a block, each with tiles of its own.
+_CONSUMERS = 3
+#: Cycles of the tensor cores for a tile of 128 positions and 64 channels: a k-block of one tap.
+_TAP_CYCLES = 64.0
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``RunsSm90.estimate`` multiplies, in cycles of a multiprocessor for each tile."""
+
+    #: The main loop over what the tensor cores alone would take.
+    main_loop: float
+    #: Epilogue, as far as the main loop of other tiles does not hide it.
+    epilogue: float
+    #: A launch: the filter's way into shared memory, the first tile's loads, the last epilogue.
+    launch: float
+
+
+#: From a tile's cycles on an H200: 6,230 in TF32 and 4,360 in 16 bits with 24 and 12 filter rows of
+#: three taps.
+COSTS = CostConstants(main_loop=1.05, epilogue=1700.0, launch=8000.0)
+
+
+class RunsSm90(Sm90Kernel):
+    """A row of ``_C.sm90.runs.rows()``."""
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        assert problem.conv is not None
+        config = self.config(problem, device)
+        chunk = self._chunk(problem, config)
+        taps = config.k_iterations * math.prod(problem.conv.kernel_size[-2:])
+        tile = taps * _TAP_CYCLES * costs.main_loop + costs.epilogue
+        sets = max(1, device.multiprocessors // config.blocks_n)
+        waves = math.ceil(math.ceil(chunk * config.tiles / _CONSUMERS) / sets)
+        rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
+        cycles = (waves * _CONSUMERS * tile + costs.launch) * rounds
+        chunks = -(-problem.batch // chunk)
+        size = problem.dtype.itemsize
+        output = problem.output_elements * size
+        read = problem.input_elements * size * config.blocks_n
+        conv = max(
+            chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(read + output)
+        )
+        passes = _passes(problem)
+        moved = passes * (output + problem.output_elements * problem.output_dtype.itemsize)
+        if problem.layout == "strided":
+            moved += 2 * problem.input_elements * size
+        launches = (1 + chunks * (1 + passes + (problem.norm is not None))) if chunks else 0
+        return conv + device.copy_milliseconds(moved) + device.launch_milliseconds * launches
+
+    def _chunk(self, problem: ForwardProblem, config: Any) -> int:
+        """Samples per pass over the steps: what fits the scratch limit, one at least."""
+        scratch = config.partial_bytes_per_sample if problem.norm is not None else 0
+        if _goes_through_scratch(problem):
+            scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
+        return equal_chunk(problem.batch, CHUNK_BYTES // max(1, scratch))
+
+    def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
+        config = self.config(problem, device)
+        program = ForwardProgram(problem, device, self._chunk(problem, config))
+        form, steps = program.form, program.compiled
+        # A saved convolution output is kept as it is before the activation, which then is applied
+        # once for the moments and once more behind them.
+        behind = form.before if problem.save else "identity"
+        if problem.save:
+            output = program.conv_output
+        elif _goes_through_scratch(problem):
+            size = problem.output_elements // problem.batch * problem.dtype.itemsize
+            output = program.scratch(size)
+        else:
+            output = program.output
+        filter = self.pack_filter(program, config)
+        partials = program.absent
+        if form.norm is not None:
+            partials = program.scratch(config.partial_bytes_per_sample)
+        steps.per_chunk(
+            _C.sm90.runs.Convolve(
+                config,
+                activation=COMPILED[form.before],
+                activates_output=not problem.save,
+                input=program.input,
+                filter=filter,
+                bias=program.bias,
+                output=output,
+                partials=partials,
+            )
+        )
+        if not _passes(problem):
+            return program.plan(self.name)
+        norm = group_norm_problem(
+            problem,
+            ActNormAct(False, behind, form.norm, form.after),
+            input_layout=problem.output_layout,
+            output_layout=problem.output_layout,
+        )
+        statistics = program.statistics()
+        if form.norm is not None:
+            steps.per_chunk(
+                _C.sm90.runs.MergeMoments(
+                    config,
+                    problem=norm,
+                    partials=partials,
+                    statistics=statistics,
+                    mean=program.mean,
+                    rstd=program.rstd,
+                )
+            )
+        steps.per_chunk(
+            _C.group_norm.Normalize(
+                problem=norm,
+                input=output,
+                statistics=statistics,
+                weight=program.norm_weight,
+                bias=program.norm_bias,
+                output=program.output,
+            )
+        )
+        return program.plan(self.name)
+
+
+def _goes_through_scratch(problem: ForwardProblem) -> bool:
+    """Whether the convolution's output is of another dtype than the result."""
+    return not problem.save and problem.output_dtype != problem.dtype
+
+
+def _passes(problem: ForwardProblem) -> int:
+    """Passes over the convolution's output: one, unless that is the result."""
+    form = act_norm_act(problem.epilogue)
+    assert isinstance(form, ActNormAct)
+    done = form.norm is None and form.after == "identity" and not problem.save
+    return 0 if done and problem.output_dtype == problem.dtype else 1
+
+
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltForward("sm90_runs", "cutlass_sm90")]
+    room = _C.sm90.runs
+    return [RunsSm90(room, index, row) for index, row in enumerate(room.rows())]

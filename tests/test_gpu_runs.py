@@ -1,0 +1,146 @@
+"""The Hopper convolutions whose positions come from registers, against fp64, relative to eager's
+error."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from gpu_checks import bound, poison, round_to_tf32
+from reference import ACTIVATIONS, relative_error
+from reference import conv_transpose_act_norm as composition
+
+import fusedconv
+from fusedconv.benchmark import DTYPES
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.registry import registry
+
+pytestmark = pytest.mark.gpu
+
+ROWS = [k for k in registry().kernels() if k.name.startswith("sm90_runs_")]
+#: Of each row; together more than 2**8.
+RANDOM_PROBLEMS = 29
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rows run on compute capability 9.0")
+
+
+def random_problem(kernel, generator: random.Random) -> dict:
+    """A problem that the row serves, but for shared memory: the window fixes kernel and padding
+    along width, lines are whole 16 bytes."""
+    before, after = kernel.row.window
+    axes = generator.choice((1, 2, 2, 3))
+    unit = 4 if kernel.precision == "tf32" else 8
+    kernel_size, padding, dilation, spatial = [], [], [], []
+    for _ in range(axes - 1):
+        kernel_size.append(generator.choice((1, 2, 3, 3, 5)))
+        dilation.append(generator.choice((1, 1, 2)))
+        reach = dilation[-1] * (kernel_size[-1] - 1)
+        padding.append(generator.randint(0, reach))
+        least = max(1, 2 * padding[-1] - reach + 1)
+        spatial.append(max(least, generator.randint(1, 40 if axes == 2 else 9)))
+    kernel_size.append(before + 1 + after)
+    dilation.append(1)
+    padding.append(after)  # lower padding is reach - padding
+    spatial.append(unit * generator.randint(1, generator.choice((4, 40))))
+    groups = generator.choice((1, 2, 4))
+    return {
+        "batch": generator.randint(1, 3),
+        "channels": generator.choice((1, 3, 8, 20, 64, 100)),
+        "out": groups * generator.choice((1, 5, 8, 16, 33)),
+        "groups": generator.choice((None, groups, groups)),
+        "spatial": spatial,
+        "kernel": kernel_size,
+        "padding": padding,
+        "dilation": dilation,
+        "bias": generator.random() < 0.7,
+        "activation": generator.choice(list(ACTIVATIONS)),
+        "draw": generator.choice((torch.randn, torch.rand)),
+        # With 16 bits a bias far beyond the products leaves nothing of them.
+        "offset": generator.choice((0.0, 0.0, 300.0)) if unit == 4 else 0.0,
+        "gradients": generator.random() < 0.3,
+    }
+
+
+@pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
+def test_random_problems(kernel, force, monkeypatch):
+    precision = kernel.precision
+    force(f"{kernel.name},groupnorm_backward_two_pass")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    dtype = DTYPES[precision]
+    generator = random.Random(kernel.name)
+    served = 0
+    while served < RANDOM_PROBLEMS:
+        case = random_problem(kernel, generator)
+        x = case["draw"](case["batch"], case["channels"], *case["spatial"], device="cuda").to(dtype)
+        weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
+        weight = (weight / (case["channels"] * math.prod(case["kernel"])) ** 0.5).to(dtype)
+        bias = None
+        if case["bias"]:
+            bias = (case["offset"] + torch.randn(case["out"], device="cuda")).to(dtype)
+        scale = shift = None
+        if case["groups"]:
+            scale, shift = (torch.randn(case["out"], device="cuda").to(dtype) for _ in range(2))
+        keywords = dict(
+            padding=case["padding"],
+            dilation=case["dilation"],
+            activation=case["activation"],
+            num_groups=case["groups"],
+        )
+        asked = dict(keywords, norm_weight=scale, norm_bias=shift)
+        if dtype is torch.float32:
+            asked["precision"] = precision
+
+        def run(x, weight, bias, scale, shift, keywords=keywords):
+            return composition(x, weight, bias, norm_weight=scale, norm_bias=shift, **keywords)
+
+        poison()
+        with torch.set_grad_enabled(case["gradients"]):
+            leaf = x.detach().requires_grad_(case["gradients"])
+            try:
+                actual = conv_transpose_act_norm(leaf, weight, bias, **asked).detach()
+            except fusedconv.NoKernelError:
+                continue  # the filter or a stage does not fit; other problems follow
+        served += 1
+        tensors = (x, weight, bias, scale, shift)
+        wide = [None if t is None else t.double() for t in tensors]
+        reference = run(*wide)
+        eager_error = relative_error(run(*tensors), reference)
+        if precision == "tf32":
+            rounded = [round_to_tf32(x).double(), round_to_tf32(weight).double(), *wide[2:]]
+            eager_error = max(eager_error, relative_error(run(*rounded), reference))
+        error = relative_error(actual, reference)
+        assert error <= bound(eager_error, precision), (case, error, eager_error)
+
+
+@pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
+def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
+    force(kernel.name)
+    dtype = DTYPES[kernel.precision]
+    before, after = kernel.row.window
+    x = torch.rand(5, 64, 37, 96, device="cuda").to(dtype)
+    weight = (torch.randn(64, 72, 3, before + 1 + after, device="cuda") * 0.05).to(dtype)
+    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
+    arguments = dict(
+        padding=(0, after), activation="gelu", num_groups=8, norm_weight=scale, norm_bias=shift
+    )
+    if dtype is torch.float32:
+        arguments["precision"] = kernel.precision
+
+    def run():
+        return conv_transpose_act_norm(x, weight, None, **arguments)
+
+    first = run()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    square = torch.randn(1536, 1536, device="cuda")
+    for repetition in range(1000):
+        if repetition % 4 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(square, square)
+        assert torch.equal(run(), first), repetition

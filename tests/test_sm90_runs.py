@@ -1,0 +1,223 @@
+"""The schedules of the Hopper convolutions whose positions come from registers: what their tiles
+cover, what a stage holds, what they refuse. No GPU."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from problems import geometry_of, group_norm_stage, problem
+
+import fusedconv
+from fusedconv import _C
+from fusedconv.device import KNOWN
+from fusedconv.registry import registry
+from fusedconv.selection import choose
+
+HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
+pytestmark = pytest.mark.skipif(
+    not HAS_ROWS, reason="fusedconv was built without kernels for compute capability 9.0"
+)
+
+H200 = KNOWN[90]
+QUAD, TILE_QUADS, CONSUMERS, BARS = 4, 32, 3, 1024
+MOMENTS = CONSUMERS * 4 * 1024  # bytes
+
+
+def rows() -> list:
+    return _C.sm90.runs.rows() if HAS_ROWS else []
+
+
+def row_of(math_name: str, window: tuple[int, int]):
+    (row,) = (r for r in rows() if (r.math.name, r.window) == (math_name, window))
+    return row
+
+
+def element_bytes(row) -> int:
+    return 4 if row.math.name == "tf32" else 2
+
+
+def config(row, *, channels=64, out=64, output=(1, 258, 258), taps=(1, 3), dilation=(1, 1), **kw):
+    """``taps`` and ``dilation`` along depth and height; the row's window is along width."""
+    before, after = row.window
+    taps = (*taps, before + 1 + after)
+    dilation = (*dilation, 1)
+    lower = (0, 0, before) if "lower" not in kw else (*kw.pop("lower"), before)
+    reach = [d * (t - 1) for t, d in zip(taps, dilation, strict=True)]
+    # What pads above follows from the sizes; here as much input as the filter reads without.
+    upper = (0, 0, after)
+    given = [
+        n + r - low - high for n, r, low, high in zip(output, reach, lower, upper, strict=True)
+    ]
+    return _C.sm90.runs.Config(
+        row,
+        problem=_C.ConvProblem(
+            c=channels,
+            k=out,
+            input=kw.pop("input", given),
+            output=output,
+            taps=taps,
+            lower_padding=lower,
+            dilation=dilation,
+        ),
+        layout=kw.pop("layout", _C.Layout.nchw),
+        aligned=kw.pop("aligned", True),
+        device=kw.pop("device", H200).compiled,
+    )
+
+
+def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
+    """An input whose lines are whole 16 bytes, whatever the output's are."""
+    unit = 16 // element_bytes(row)
+    return (*(n + d * (t - 1) for n, t, d in zip(output, taps, dilation, strict=False)), unit * 64)
+
+
+def test_rows_are_named_by_math_and_window():
+    names = [row.name for row in rows()]
+    assert len(set(names)) == len(names) == 9
+    for row in rows():
+        assert row.name == "sm90_runs_{}_{}_{}".format(row.math.name, *row.window)
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_tiles_cover_every_output_once(row):
+    generator = random.Random(row.name)
+    narrow = wide = 0
+    for _ in range(120):
+        output = (
+            generator.randint(1, 3),
+            generator.randint(1, 70),
+            generator.randint(1, generator.choice((20, 150))),
+        )
+        taps = (generator.choice((1, 2)), generator.choice((1, 2, 3, 5)))
+        dilation = (1, generator.choice((1, 2)))
+        made = config(
+            row,
+            channels=generator.choice((1, 24, 64)),
+            output=output,
+            taps=taps,
+            dilation=dilation,
+            input=wide_input(row, output, taps, dilation),
+        )
+        assert made.support
+        _, height, width = output
+        times = torch.zeros(height, width, dtype=torch.int64)
+        tiles = 0
+        for tiling in made.tilings:
+            if tiling.strips == 0:
+                continue
+            assert tiling.quads * tiling.rows <= TILE_QUADS
+            assert tiling.lines == tiling.rows + dilation[1] * (taps[1] - 1)
+            # A stage holds what the positions of the tile read.
+            assert tiling.columns >= QUAD * tiling.quads + sum(row.window)
+            assert tiling.columns * element_bytes(row) % 16 == 0
+            k_block = 32 // element_bytes(row)
+            assert tiling.bytes == tiling.lines * tiling.columns * k_block * element_bytes(row)
+            for strip in range(tiling.strips):
+                left = tiling.column0 + strip * QUAD * tiling.quads
+                for tile in range(tiling.tiles):
+                    top = tile * tiling.rows
+                    assert top < height
+                    times[top : top + tiling.rows, left : left + QUAD * tiling.quads] += 1
+            tiles += tiling.strips * tiling.tiles
+        assert (times == 1).all()
+        assert made.tiles == output[0] * tiles
+        wide += made.tilings[0].strips > 0
+        narrow += made.tilings[1].strips > 0
+    assert wide > 20
+    assert narrow > 20
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_shared_memory_holds_filter_and_rings(row):
+    generator = random.Random(row.name)
+    served = refused = 0
+    for _ in range(200):
+        output = (1, generator.randint(1, 300), generator.randint(1, 300))
+        taps = (generator.choice((1, 3)), generator.choice((1, 2, 3, 5)))
+        channels = generator.choice((1, 8, 40, 64, 128, 512))
+        out = generator.choice((1, 64, 65, 200))
+        made = config(
+            row,
+            channels=channels,
+            out=out,
+            output=output,
+            taps=taps,
+            input=wide_input(row, output, taps, (1, 1)),
+        )
+        k_blocks = math.ceil(channels / (32 // element_bytes(row)))
+        if not made.support:
+            refused += 1
+            filter_bytes = 2048 * taps[0] * k_blocks * taps[1] * (sum(row.window) + 1)
+            assert filter_bytes > 100_000
+            continue
+        served += 1
+        assert made.blocks_n == math.ceil(out / 64)
+        assert made.k_iterations in (taps[0] * k_blocks, taps[0] * k_blocks + 1)
+        assert made.k_iterations * taps[1] % 2 == 0
+        steps = made.k_iterations * taps[1] * (sum(row.window) + 1)
+        assert made.filter_bytes == made.blocks_n * steps * 2048
+        stage = max(tiling.bytes for tiling in made.tilings)
+        least = BARS + steps * 2048 + MOMENTS + CONSUMERS * made.stages * stage
+        assert least <= made.shared_bytes <= H200.shared_bytes
+        assert 2 <= made.stages <= 8
+    assert served > 50
+    assert refused > 5
+
+
+def test_refusals_say_why():
+    row = row_of("tf32", (2, 0))
+    assert config(row).support
+    assert "reads NCHW" in config(row, layout=_C.Layout.nhwc).support.reason
+    assert "16 bytes" in config(row, aligned=False).support.reason
+    assert "16 bytes" in config(row, input=(1, 256, 255)).support.reason
+    assert "compute capability 9.0" in config(row, device=KNOWN[80]).support.reason
+    assert "too little shared memory" in config(row, channels=128).support.reason
+    half = row_of("tf32", (1, 1))
+    with_other_padding = _C.sm90.runs.Config(
+        half,
+        problem=_C.ConvProblem(
+            c=64,
+            k=64,
+            input=(1, 256, 256),
+            output=(1, 258, 258),
+            taps=(1, 3, 3),
+            lower_padding=(0, 2, 2),
+            dilation=(1, 1, 1),
+        ),
+        layout=_C.Layout.nchw,
+        aligned=True,
+        device=H200.compiled,
+    )
+    reason = with_other_padding.support.reason
+    assert reason == "reads 1 columns before and 1 after an output's, not 2 and 0"
+
+
+def system_1(precision: str):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    return problem(
+        dtype=dtype,
+        output_dtype=dtype,
+        precision=precision,
+        batch=128,
+        channels=64,
+        spatial=(256, 256),
+        conv=geometry_of(torch.empty(64, 64, 3, 3)),
+        norm=group_norm_stage(8),
+    )
+
+
+def test_system_1_takes_no_scratch_tensor():
+    """What lies in the workspace is the filter and partial moments."""
+    kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
+    assert kernel.supports(system_1("tf32"), H200)
+    plan = kernel.compile(system_1("tf32"), H200)
+    assert plan._workspace_bytes < 60e6
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_the_cheapest_row_of_wide_planes_is_one_of_these(precision):
+    ((_, candidate),) = choose(system_1(precision), H200).chosen
+    assert candidate.kernel.name.startswith("sm90_runs_")

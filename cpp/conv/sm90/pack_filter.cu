@@ -29,6 +29,10 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kHalf = 16 / sizeof(T);
   FilterOrder const& order = p.order;
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  if (blockIdx.x == 0) {
+    auto* const behind = reinterpret_cast<uint32_t*>(filter + p.count * kParts);
+    for (int i = int(threadIdx.x); i < order.zeros; i += kThreads) behind[i] = 0;
+  }
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += stride) {
     int64_t rest = i;
     auto const take = [&rest](int extent) {

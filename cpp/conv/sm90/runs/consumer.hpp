@@ -53,15 +53,17 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, uint32_
   device::RingCursor cursor;
   wait_for(&barriers.filter, 0);
 
-  Turns turns(p, consumer);
-  for (; turns.next < p.tile_count; turns.next += turns.step) {
+  while (true) {
     float sums[kRowTiles][kAccumulators];
 #pragma unroll
     for (auto& row_tile : sums) {
 #pragma unroll
       for (float& value : row_tile) value = 0.0f;
     }
-    int const index = __reduce_max_sync(~0u, turns.next);
+    wait_for(&barriers.full[consumer][cursor.stage], cursor.parity);
+    int const index = __reduce_max_sync(
+        ~0u, *static_cast<int const volatile*>(&barriers.tile[consumer][cursor.stage]));
+    if (index == kNoTile) return;
     Tile const tile(p.raster, index);
     Raster::Shape const& shape = p.raster.shapes[tile.shape];
     int const pitch = kept(shape.pitch);
@@ -76,7 +78,6 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, uint32_
     Operands loaded;
     uint32_t tap = uint32_t(first_tap);
     int filter_row = 0;
-    wait_for(&barriers.full[consumer][cursor.stage], cursor.parity);
     uint32_t line = own + cursor.stage * p.stage_bytes;
     loaded.load(line, pitch, 0);
     loaded.put(operands[0], 0);

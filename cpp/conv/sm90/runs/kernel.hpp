@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     int const consumer = threadIdx.x % kWarpgroupThreads / 32;
     if (consumer < kConsumers && threadIdx.x % 32 == 0) {
-      produce<Traits>(p, barriers, rings + consumer * ring_bytes, consumer, wide, narrow);
+      produce<Traits>(p, barriers, rings + consumer * ring_bytes, consumer, block_n, wide, narrow);
     }
   }
 }

@@ -17,6 +17,7 @@ struct Params {
   void const* bias;
   void* output;
   groupnorm::Partial* partials;
+  unsigned* turns;  // by block of output channels
   Raster raster;
   int out_channels, pixels;
   int lower_d, lower_h, dilation_d, dilation_h;
@@ -38,6 +39,8 @@ inline Params Params::of(Arguments const& a) {
   p.bias = a.bias;
   p.output = a.output;
   p.partials = a.partials;
+  p.turns = reinterpret_cast<unsigned*>(const_cast<unsigned char*>(p.filter) + s.filter_bytes -
+                                        s.blocks_n * int64_t(sizeof(unsigned)));
   p.raster = Raster::of(c, s, config.traits().element_bytes());
   p.out_channels = c.k;
   p.pixels = c.z * c.p * c.q;
@@ -63,7 +66,9 @@ struct alignas(16) Barriers {
   uint64_t full[kConsumers][kMaxStages];
   uint64_t empty[kConsumers][kMaxStages];
   uint64_t filter;
+  int tile[kConsumers][kMaxStages];  // of which a stage is; kNoTile behind the last
 };
+inline constexpr int kNoTile = -1;
 
 // The start of shared memory.
 struct Header {
@@ -78,15 +83,22 @@ __device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parit
   cutlass::arch::ClusterBarrier::wait(barrier, parity);
 }
 
-// The tiles that a warpgroup takes one after another. Neighbours go to warpgroups of one block,
-// which share the lines between them in the cache.
+// Tiles go to whoever is free: warpgroups that drift apart would read lines that their neighbours'
+// tiles share, and write to their cache lines, at different times, from and to memory. The counter
+// is zero at first and again in the end.
 struct Turns {
-  int next, step;
-  __device__ __forceinline__ Turns(Params const& p, int warpgroup) {
-    int block, ignored;
-    p.blocks_n(block, ignored, int(blockIdx.x));
-    next = block * kConsumers + warpgroup;
-    step = int(gridDim.x) / p.blocks_n.divisor * kConsumers;
+  unsigned* counter;
+  int next;
+
+  __device__ __forceinline__ Turns(Params const& p, int block_n) : counter(p.turns + block_n) {
+    take(p);
+  }
+  __device__ __forceinline__ void take(Params const& p) {
+    unsigned const turn = atomicAdd(counter, 1u);
+    next = int(turn);
+    // Each producer takes one turn too many; behind the last of them nobody takes any.
+    int const producers = int(gridDim.x) / p.blocks_n.divisor * kConsumers;
+    if (next == p.tile_count + producers - 1) *counter = 0;
   }
 };
 

@@ -10,7 +10,8 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-// To the order in which stages consume it: taps reversed, channel axes swapped, rounded.
+// To the order in which stages consume it: taps reversed, channel axes swapped, rounded. The
+// counters behind it become zero.
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
 

@@ -15,13 +15,15 @@ namespace fusedconv::conv::sm90::runs {
 
 template <class Traits>
 __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, unsigned char* ring,
-                                        int consumer, CUtensorMap const& wide,
+                                        int consumer, int block_n, CUtensorMap const& wide,
                                         CUtensorMap const& narrow) {
   device::RingCursor cursor;
   cursor.parity = 1;
-  Turns turns(p, consumer);
-  for (; turns.next < p.tile_count; turns.next += turns.step) {
-    Tile const tile(p.raster, turns.next);
+  Turns turns(p, block_n);
+  while (turns.next < p.tile_count) {
+    int const index = turns.next;
+    turns.take(p);
+    Tile const tile(p.raster, index);
     Raster::Shape const& shape = p.raster.shapes[tile.shape];
     CUtensorMap const* const map = tile.shape == 0 ? &wide : &narrow;
     // Input columns line up with the output's: the window reads as far before as padding reaches.
@@ -31,6 +33,7 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
     for (int k = 0; k < p.k_iterations; ++k) {
       wait_for(&barriers.empty[consumer][cursor.stage], cursor.parity);
       uint64_t* const full = &barriers.full[consumer][cursor.stage];
+      barriers.tile[consumer][cursor.stage] = index;
       device::arrive_and_expect(full, shape.bytes);
       // Beyond the last depth tap come channels that are not there.
       bool const beyond = depth_tap == p.depth_taps;
@@ -45,6 +48,9 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
       cursor.advance(p.stages);
     }
   }
+  wait_for(&barriers.empty[consumer][cursor.stage], cursor.parity);
+  barriers.tile[consumer][cursor.stage] = kNoTile;
+  device::arrive(&barriers.full[consumer][cursor.stage]);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -118,7 +118,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
     return refused("two stages of its pipeline exceed the shared memory of a multiprocessor");
   }
   s.block_filter_bytes = int(block_filter_bytes);
-  s.filter_bytes = block_filter_bytes * s.blocks_n;
+  s.filter_bytes = (block_filter_bytes + int64_t(sizeof(unsigned))) * s.blocks_n;
   s.shared_bytes = int(fixed) + kConsumers * s.stages * s.stage_bytes;
   return s;
 }

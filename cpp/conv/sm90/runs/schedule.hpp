@@ -71,7 +71,7 @@ struct Schedule {
   int stages = 0;
   int stage_bytes = 0;
   int block_filter_bytes = 0;  // of kBlockN output channels
-  int64_t filter_bytes = 0;
+  int64_t filter_bytes = 0;    // packed, and a counter for each block of output channels
   int shared_bytes = 0;
 };
 

@@ -87,7 +87,8 @@ void bind_group_norm_problem(py::module_& m) {
            py::arg("groups") = 1, py::arg("eps") = 0.0, py::arg("input_layout"),
            py::arg("output_layout"), py::arg("dtype"), py::arg("output_dtype"),
            py::arg("affine_dtype"), py::arg("activation_before"), py::arg("activation_after"),
-           py::arg("row_channels") = 0, py::arg("tf32") = false);
+           py::arg("row_channels") = 0, py::arg("tf32") = false)
+      .def_property_readonly("quick", &Problem::quick);
 }
 
 void bind_convolution_problem(py::module_& m) {

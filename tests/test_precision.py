@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from problems import explained
+from problems import backward_problem, conv_geometry, explained, problem
 
 from fusedconv import _C, ConvTransposeActNorm2d, functional, reference
 from fusedconv.kernels import torch as torch_provider
+from fusedconv.kernels.cuda.gradients import compiled_problem
 from fusedconv.precision import (
     COMPILED_DTYPES,
     DTYPES,
@@ -165,6 +166,16 @@ def test_what_a_math_computes_is_a_precision_of_its_dtype(math):
     dtype = DTYPES[traits.precision]
     assert COMPILED_DTYPES[dtype] == traits.dtype
     assert traits.precision in precisions_of(dtype)
+
+
+@pytest.mark.parametrize("conv", [conv_geometry(), None], ids=["convolution", "norm alone"])
+@pytest.mark.parametrize("precision", [p for p in DTYPES if DTYPES[p] in COMPILED_DTYPES])
+def test_activations_are_quick_where_operands_are_rounded(precision, conv):
+    """Float32 that goes through no product in TF32 keeps the exact forms."""
+    dtype = DTYPES[precision]
+    forward = problem(conv=conv, dtype=dtype, output_dtype=dtype, precision=precision, save=True)
+    exact = precision == "fp32" or (precision == "tf32" and conv is None)
+    assert compiled_problem(backward_problem(forward)).quick is not exact
 
 
 def test_every_dtype_has_precisions():

@@ -67,7 +67,7 @@ void bind_group_norm_problem(py::module_& m) {
       .def(py::init([](int64_t batch, int64_t channels, int64_t pixels, int64_t groups, double eps,
                        Layout input_layout, Layout output_layout, DType dtype, DType output_dtype,
                        DType affine_dtype, Activation activation_before,
-                       Activation activation_after, int64_t row_channels) {
+                       Activation activation_after, int64_t row_channels, bool tf32) {
              return Problem{.batch = batch,
                             .channels = channels,
                             .pixels = pixels,
@@ -80,13 +80,15 @@ void bind_group_norm_problem(py::module_& m) {
                             .affine_dtype = affine_dtype,
                             .activation_before = activation_before,
                             .activation_after = activation_after,
-                            .row_channels = row_channels};
+                            .row_channels = row_channels,
+                            .tf32 = tf32};
            }),
            py::kw_only(), py::arg("batch") = 0, py::arg("channels"), py::arg("pixels"),
            py::arg("groups") = 1, py::arg("eps") = 0.0, py::arg("input_layout"),
            py::arg("output_layout"), py::arg("dtype"), py::arg("output_dtype"),
            py::arg("affine_dtype"), py::arg("activation_before"), py::arg("activation_after"),
-           py::arg("row_channels") = 0);
+           py::arg("row_channels") = 0, py::arg("tf32") = false)
+      .def_property_readonly("quick", &Problem::quick);
 }
 
 void bind_convolution_problem(py::module_& m) {

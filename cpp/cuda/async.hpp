@@ -71,7 +71,6 @@ __device__ __forceinline__ void bulk_load(uint32_t target, void const* source, u
       : "memory");
 }
 
-// One group of wait_stores_read().
 __device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
                "r"(source), "r"(bytes)
@@ -79,10 +78,9 @@ __device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the thread's latest kPending stores have read their shared memory.
-template <int kPending>
+// Until the thread's stores have read their shared memory.
 __device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void bulk_prefetch(void const* source, uint32_t bytes) {

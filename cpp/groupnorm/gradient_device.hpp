@@ -10,20 +10,71 @@
 
 namespace fusedconv::groupnorm {
 
-// Behind a call for the reason that activate_by_call has.
-static __device__ __noinline__ float slope_by_call(Activation activation, float x) {
-  return device::slope(activation, x);
+template <int kCount>
+struct Lanes {
+  float v[kCount];
+};
+
+// Behind calls for the reason that activate_by_call has, several values in each: where memory could
+// be the limit, a call for each value would take longer than all else.
+template <int kCount>
+static __device__ __noinline__ Lanes<kCount> values_by_call(Activation activation, bool quick,
+                                                            Lanes<kCount> x) {
+  dispatch_activation(activation, [&](auto form) {
+    using Form = decltype(form);
+    if (quick) {
+#pragma unroll
+      for (float& value : x.v) value = device::quick_value<Form>(value);
+    } else {
+#pragma unroll
+      for (float& value : x.v) value = Form::value(value);
+    }
+  });
+  return x;
+}
+template <int kCount>
+static __device__ __noinline__ Lanes<kCount> slopes_by_call(Activation activation, bool quick,
+                                                            Lanes<kCount> x) {
+  dispatch_activation(activation, [&](auto form) {
+    using Form = decltype(form);
+    if (quick) {
+#pragma unroll
+      for (float& value : x.v) value = device::quick_slope<Form>(value);
+    } else {
+#pragma unroll
+      for (float& value : x.v) value = Form::slope(value);
+    }
+  });
+  return x;
+}
+
+// Replaces values by what a call of either kind makes of them, at most four at a time.
+template <int kCount, class Call>
+__device__ __forceinline__ void apply_by_call(float (&values)[kCount], Call&& call) {
+  constexpr int kLanes = kCount < 4 ? kCount : 4;
+  static_assert(kCount % kLanes == 0, "whole calls");
+#pragma unroll
+  for (int first = 0; first < kCount; first += kLanes) {
+    Lanes<kLanes> lanes;
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) lanes.v[i] = values[first + i];
+    lanes = call(lanes);
+#pragma unroll
+    for (int i = 0; i < kLanes; ++i) values[first + i] = lanes.v[i];
+  }
 }
 
 // With the forward pass's statistics as it saved them, [batch, groups] each.
 struct GradientAffine : Affine {
   float const* mean;
   float const* rstd;
+  bool quick;  // whether activations and their slopes may be of quick forms
 };
 
 inline GradientAffine gradient_affine_of(GroupNormProblem const& p,
                                          GradientTensors const& tensors) {
-  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd};
+  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd,
+          p.quick()};
 }
 
 // One channel of one sample.
@@ -47,31 +98,70 @@ struct Point {
   float gradient;
 };
 
-template <bool kActivate>
-__device__ __forceinline__ Point point_of(float x, float grad, Channel const& channel,
-                                          Affine const& affine) {
-  float const a = before<kActivate>(affine.activation_before, x);
-  Point point{(a - channel.mean) * channel.rstd, grad};
-  if constexpr (kActivate) {
-    if (affine.activation_after != Activation::kIdentity) {
-      point.gradient *= slope_by_call(affine.activation_after,
-                                      fmaf(point.normalized, channel.weight, channel.bias));
-    }
-  }
-  return point;
-}
-
-template <bool kActivate>
-__device__ __forceinline__ float grad_input_of(float x, float grad, Channel const& channel,
-                                               GroupTerms const& terms, Affine const& affine) {
-  Point const point = point_of<kActivate>(x, grad, channel, affine);
-  float result = channel.rstd * (fmaf(channel.weight, point.gradient, -terms.gradient) -
-                                 point.normalized * terms.projection);
+// Of values of one channel each: channel(i) is the i-th value's.
+template <bool kActivate, class T, int kCount, class ChannelOf>
+__device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
+                                          device::Pack<T, kCount> const& grad,
+                                          ChannelOf const& channel, GradientAffine const& affine,
+                                          Point (&points)[kCount]) {
+  float values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = device::to_float(x.values[i]);
   if constexpr (kActivate) {
     if (affine.activation_before != Activation::kIdentity) {
-      result *= slope_by_call(affine.activation_before, x);
+      apply_by_call(values, [&](auto lanes) {
+        return values_by_call(affine.activation_before, affine.quick, lanes);
+      });
     }
   }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    points[i] = {(values[i] - channel(i).mean) * channel(i).rstd, device::to_float(grad.values[i])};
+  }
+  if constexpr (kActivate) {
+    if (affine.activation_after != Activation::kIdentity) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = fmaf(points[i].normalized, channel(i).weight, channel(i).bias);
+      }
+      apply_by_call(values, [&](auto lanes) {
+        return slopes_by_call(affine.activation_after, affine.quick, lanes);
+      });
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) points[i].gradient *= values[i];
+    }
+  }
+}
+
+// terms(i): those of the i-th value's group.
+template <bool kActivate, class T, int kCount, class ChannelOf, class TermsOf>
+__device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
+    device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
+    TermsOf const& terms, GradientAffine const& affine) {
+  Point points[kCount];
+  points_of<kActivate>(x, grad, channel, affine, points);
+  float results[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    results[i] =
+        channel(i).rstd * (fmaf(channel(i).weight, points[i].gradient, -terms(i).gradient) -
+                           points[i].normalized * terms(i).projection);
+  }
+  if constexpr (kActivate) {
+    if (affine.activation_before != Activation::kIdentity) {
+      float slopes[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) slopes[i] = device::to_float(x.values[i]);
+      apply_by_call(slopes, [&](auto lanes) {
+        return slopes_by_call(affine.activation_before, affine.quick, lanes);
+      });
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) results[i] *= slopes[i];
+    }
+  }
+  device::Pack<T, kCount> result;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) result.values[i] = device::from_float<T>(results[i]);
   return result;
 }
 

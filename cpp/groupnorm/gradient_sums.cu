@@ -40,10 +40,10 @@ __global__ void __launch_bounds__(kThreads)
   float2 sums{};
   auto const add = [&](Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     float2 part{};
+    Point points[kVector];
+    points_of<kActivate>(px, pg, [&](int) { return channel; }, affine, points);
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      Point const point = point_of<kActivate>(device::to_float(px.values[v]),
-                                              device::to_float(pg.values[v]), channel, affine);
+    for (Point const& point : points) {
       part.x += point.gradient;
       part.y = fmaf(point.gradient, point.normalized, part.y);
     }
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t row = row_block * block_rows + map_row; row < end; row += map.rows) {
       auto const px = Pack<T, kVector>::load(input + base + row * affine.channels);
       auto const pg = Pack<T, kVector>::load(grad + base + row * affine.channels);
+      Point points[kVector];
+      points_of<kActivate>(px, pg, [&](int v) { return channels[v]; }, affine, points);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        Point const point = point_of<kActivate>(
-            device::to_float(px.values[v]), device::to_float(pg.values[v]), channels[v], affine);
-        sums[v].x += point.gradient;
-        sums[v].y = fmaf(point.gradient, point.normalized, sums[v].y);
+        sums[v].x += points[v].gradient;
+        sums[v].y = fmaf(points[v].gradient, points[v].normalized, sums[v].y);
       }
     }
   }

@@ -26,13 +26,9 @@ __global__ void __launch_bounds__(kThreads)
   GroupTerms const group = terms[sample * affine.groups + index / affine.channels_per_group];
   int64_t const base = int64_t(plane) * pixels + begin;
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
-    Pack<T, kVector> result;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      result.values[v] = device::from_float<T>(grad_input_of<kActivate>(
-          device::to_float(px.values[v]), device::to_float(pg.values[v]), channel, group, affine));
-    }
-    result.store(output + base + i * kVector);
+    grad_input_of<kActivate>(
+        px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine)
+        .store(output + base + i * kVector);
   };
   constexpr int kAhead = 2;
   int64_t i = threadIdx.x;
@@ -77,14 +73,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = row_block * block_rows + map_row; row < end; row += map.rows) {
     auto const px = Pack<T, kVector>::load(input + base + row * affine.channels);
     auto const pg = Pack<T, kVector>::load(grad + base + row * affine.channels);
-    Pack<T, kVector> result;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      result.values[v] = device::from_float<T>(
-          grad_input_of<kActivate>(device::to_float(px.values[v]), device::to_float(pg.values[v]),
-                                   channels[v], groups[v], affine));
-    }
-    result.store(output + base + row * affine.channels);
+    grad_input_of<kActivate>(
+        px, pg, [&](int v) { return channels[v]; }, [&](int v) { return groups[v]; }, affine)
+        .store(output + base + row * affine.channels);
   }
 }
 

@@ -15,13 +15,14 @@ namespace {
 constexpr double kCopyEfficiency = 0.87;
 
 // Nanoseconds between a block's stores: a tile's bytes, loaded and stored, at the rate of a copy.
-// Gradients have fewer units in the ring, and need their stores spread further. What fits L2 is not
-// held up, nor what runs where the memory's rate is not known.
+// Where a unit takes more than half of the ring, gradients need their stores spread further. What
+// fits L2 is not held up, nor what runs where the memory's rate is not known.
 unsigned pace_of(GroupNormProblem const& p, Stream const& s, int tensors, Device const& device) {
   int64_t const total = p.batch * p.channels * p.pixels * size_of(p.dtype) * (tensors + 1);
   if (device.dram_bytes_per_second <= 0.0 || total <= 2 * device.l2_bytes) return 0;
   double const moved = double(s.tile_vectors) * 16 * (tensors + 1);
-  double const spread = tensors == 1 ? 0.965 : 1.1;
+  bool const crowded = tensors > 1 && 2 * ceil_div(s.tiles, s.blocks) > s.stages;
+  double const spread = crowded ? 1.05 : 0.965;
   double const bytes_per_ns = kCopyEfficiency * 1e-9 * device.dram_bytes_per_second;
   return unsigned(spread * moved * s.blocks / bytes_per_ns);
 }

@@ -111,10 +111,10 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
             Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + i * kWorkers * 16));
         auto const g = Pack<T, kVector>::load(
             reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
+        Point points[kVector];
+        points_of<kActivate>(x, g, [&](int) { return channel; }, affine, points);
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          Point const point = point_of<kActivate>(device::to_float(x.values[v]),
-                                                  device::to_float(g.values[v]), channel, affine);
+        for (Point const& point : points) {
           sums.x += point.gradient;
           sums.y = fmaf(point.gradient, point.normalized, sums.y);
         }
@@ -205,14 +205,9 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
         auto const x = Pack<T, kVector>::load(target);
         auto const g = Pack<T, kVector>::load(
             reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
-        Pack<T, kVector> result;
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          result.values[v] = device::from_float<T>(
-              grad_input_of<kActivate>(device::to_float(x.values[v]), device::to_float(g.values[v]),
-                                       channel, terms, affine));
-        }
-        result.store(target);
+        grad_input_of<kActivate>(
+            x, g, [&](int) { return channel; }, [&](int) { return terms; }, affine)
+            .store(target);
       }
     }
     shared.barriers.finish(cursor.stage);

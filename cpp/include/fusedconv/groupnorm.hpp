@@ -26,9 +26,12 @@ struct GroupNormProblem {
   Activation activation_before = Activation::kIdentity;
   Activation activation_after = Activation::kIdentity;
   int64_t row_channels = 0;  // of a channels-last input, with padding channels; 0: channels
+  bool tf32 = false;         // float32 values that go through products in TF32
 
   constexpr int64_t channels_per_group() const { return channels / groups; }
   constexpr int64_t group_size() const { return channels_per_group() * pixels; }
+  // Whether activations may be off by what their operands' rounding costs.
+  constexpr bool quick() const { return tf32 || dtype != DType::kFloat32; }
   constexpr int64_t input_row_channels() const {
     return row_channels > 0 ? row_channels : channels;
   }

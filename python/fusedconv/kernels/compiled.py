@@ -87,4 +87,5 @@ def group_norm_problem(
         activation_before=COMPILED[form.before],
         activation_after=COMPILED[form.after],
         row_channels=row_channels,
+        tf32=problem.conv is not None and problem.precision == "tf32",
     )

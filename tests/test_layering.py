@@ -71,6 +71,7 @@ USE_COMPILED = {
     "kernels.cuda.program",
     "kernels.cuda.sm80",
     "kernels.cuda.sm90",
+    "kernels.cuda.sm90_runs",
 }
 
 

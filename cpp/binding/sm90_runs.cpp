@@ -24,7 +24,7 @@ void bind_sm90_runs(py::module_& room) {
   py::class_<Tiling>(m, "Tiling", "Tiles of one shape.")
       .def_readonly("strips", &Tiling::strips)
       .def_readonly("quads", &Tiling::quads, "Of a tile's row.")
-      .def_readonly("rows", &Tiling::rows, "Of a tile.")
+      .def_readonly("tile_quads", &Tiling::tile_quads, "Neighbours in a strip, row after row.")
       .def_readonly("column0", &Tiling::column0)
       .def_readonly("tiles", &Tiling::tiles, "Of a strip, in a slice.")
       .def_readonly("columns", &Tiling::columns, "Of a stage's box.")
@@ -42,11 +42,16 @@ void bind_sm90_runs(py::module_& room) {
           py::return_value_policy::reference)
       .def_property_readonly("support", scheduled(&Schedule::support))
       .def_property_readonly("tilings", scheduled(&Schedule::tilings),
-                             "Of strips of full width, and of the rest.")
+                             "Of strips of full width, and of the last.")
       .def_property_readonly("tiles", scheduled(&Schedule::tiles),
                              "Of a sample, for each block of output channels.")
       .def_property_readonly("blocks_n", scheduled(&Schedule::blocks_n), "Of output channels.")
       .def_property_readonly("k_iterations", scheduled(&Schedule::k_iterations), "Of a tile.")
+      .def_property_readonly("streams_filter", scheduled(&Schedule::streams_filter))
+      .def_property_readonly("box_bytes", scheduled(&Schedule::box_bytes),
+                             "Of a stage for one consumer.")
+      .def_property_readonly("filter_stage_bytes", scheduled(&Schedule::filter_stage_bytes),
+                             "Of a stage, where the filter passes through them.")
       .def_property_readonly("stages", scheduled(&Schedule::stages))
       .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
       .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")

@@ -11,10 +11,14 @@ namespace {
 
 using device::Pack;
 
+// Of a plane, per block. What all blocks have under way then lies close together in memory, which
+// is worth a third of the rate of blocks with runs of 128 KiB (4.0 against 3.1 TB/s on an H200).
+constexpr int64_t kRunBytes = 8 << 10;
+
 // ---- normalisation ----
 
-// Block (split, plane): one channel of one sample is contiguous. Vectors begin at multiples of their
-// size in the tensor, wherever the plane does; elements before and behind them go one by one.
+// Block (split, plane): one channel of one sample is contiguous. Vectors begin at multiples of
+// their size in the tensor, wherever the plane does; elements before and behind them go one by one.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
@@ -37,17 +41,19 @@ __global__ void __launch_bounds__(kThreads)
     for (int j = 0; j < kVector; ++j) result.values[j] = normalize(loaded.values[j]);
     result.store(target + vector * kVector);
   };
-  int64_t i = threadIdx.x;
-  for (; i + (kLoads - 1) * kThreads < vectors; i += kLoads * kThreads) {
+  for (int64_t i = threadIdx.x; i < vectors; i += kLoads * kThreads) {
     Pack<T, kVector> loaded[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      loaded[j] = Pack<T, kVector>::load(source + (i + j * kThreads) * kVector);
+      if (i + j * kThreads < vectors) {
+        loaded[j] = Pack<T, kVector>::load(source + (i + j * kThreads) * kVector);
+      }
     }
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) store(i + j * kThreads, loaded[j]);
+    for (int j = 0; j < kLoads; ++j) {
+      if (i + j * kThreads < vectors) store(i + j * kThreads, loaded[j]);
+    }
   }
-  for (; i < vectors; i += kThreads) store(i, Pack<T, kVector>::load(source + i * kVector));
   if constexpr (kVector > 1) {
     int64_t const tail = size - head - vectors * kVector;
     if (threadIdx.x < head + tail) {
@@ -223,7 +229,7 @@ void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors
                          device::is_aligned(output, kVector * int64_t(sizeof(U)));
     dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
       if (large) {
-        Split const split = split_run(p.pixels, sizeof(T), kVector);
+        Split const split = split_run(p.pixels, sizeof(T), kVector, kRunBytes);
         dim3 const grid =
             device::checked_grid("normalize_planes", p.batch * p.channels * split.count);
         normalize_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(

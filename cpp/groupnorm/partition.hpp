@@ -26,15 +26,15 @@ struct RowMap {
   }
 };
 
-// Work split over blocks: at least kSplitBytes each, and no more blocks than a launch needs to be
-// balanced.
+// Work split over blocks, of some bytes each.
 struct Split {
   int64_t size;
   int count;
 };
 
-inline Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple) {
-  int64_t const target = round_up(std::max<int64_t>(kSplitBytes / element_bytes, 1), multiple);
+inline Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple,
+                       int64_t split_bytes = kSplitBytes) {
+  int64_t const target = round_up(std::max<int64_t>(split_bytes / element_bytes, 1), multiple);
   int64_t const count = std::max<int64_t>(1, ceil_div(elements, target));
   int64_t const size = round_up(ceil_div(elements, count), multiple);
   return {size, int(std::max<int64_t>(1, ceil_div(elements, size)))};

@@ -33,25 +33,33 @@ __device__ __forceinline__ int kept(int value) {
   return value;
 }
 
+inline constexpr int kNoStage = -1;
+
 template <class Traits>
-__device__ __forceinline__ void consume(Params const& p, Header& header, uint32_t filter,
-                                        uint32_t ring, float* moments, int consumer, int channel0) {
+__device__ __forceinline__ void consume(Params const& p, Header& header, Memory const& memory,
+                                        float* moments, int consumer, int channel0) {
   using Mma = typename Traits::Mma;
   using Indices = std::make_integer_sequence<int, kAccumulators>;
   constexpr int kTaps = Traits::kWindow.size();
   // Groups of products in flight while the next step's operands replace the previous step's.
   constexpr int kAhead = kTaps > 1 ? kTaps - 1 : 1;
   using Operands = Run<Traits::kElementBytes, Traits::kWindow.before, Traits::kWindow.after>;
-  Barriers& barriers = header.barriers;
+  // A shared ring has one set of barriers.
+  int const ring = p.streams_filter ? 0 : consumer;
+  uint64_t* const full = header.barriers.full[ring];
+  uint64_t* const empty = header.barriers.empty[ring];
+  int const volatile* const turns = header.barriers.turn[ring];
   int const lane = threadIdx.x % 32;
   int const warp = __reduce_max_sync(~0u, threadIdx.x % kWarpgroupThreads / 32);
   int const quad = warp * 8 + lane / 4;
   int const channel = lane % 4 * 2;
-  uint64_t const first_tap = filter_operand(filter);
+  uint64_t const first_tap = filter_operand(memory.filter);
   uint32_t const tap_high = uint32_t(first_tap >> 32);
+  // In the descriptor's units.
+  uint32_t const tap_stride = p.streams_filter ? uint32_t(memory.stage_stride) >> 4 : 0;
   int const steps = p.k_iterations * p.filter_rows;
   device::RingCursor cursor;
-  wait_for(&barriers.filter, 0);
+  if (!p.streams_filter) wait_for(&header.barriers.filter, 0);
 
   while (true) {
     float sums[kRowTiles][kAccumulators];
@@ -60,40 +68,53 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, uint32_
 #pragma unroll
       for (float& value : row_tile) value = 0.0f;
     }
-    wait_for(&barriers.full[consumer][cursor.stage], cursor.parity);
-    int const index = __reduce_max_sync(
-        ~0u, *static_cast<int const volatile*>(&barriers.tile[consumer][cursor.stage]));
-    if (index == kNoTile) return;
+    wait_for(&full[cursor.stage], cursor.parity);
+    int const turn = __reduce_max_sync(~0u, turns[cursor.stage]);
+    if (turn == kNoTurn) return;
+    // Beyond the last tile of a shared stage the last is computed once more, for nothing.
+    int const own_index = p.streams_filter ? turn * kConsumers + consumer : turn;
+    int const index = min(own_index, p.tile_count - 1);
     Tile const tile(p.raster, index);
     Raster::Shape const& shape = p.raster.shapes[tile.shape];
     int const pitch = kept(shape.pitch);
     int row, column;
-    shape.quads(row, column, quad);
-    column *= kQuad;
-    uint32_t const own = ring + min(row, shape.rows - 1) * shape.line_bytes + channel * pitch +
-                         (column + shape.lead) * Traits::kElementBytes;
+    shape.quads(row, column, tile.quad0 + quad);
+    // Quads beyond the tile's read some line, to no effect.
+    int const line_in_box =
+        min(row - tile.row0, shape.lines - 1 - p.dilation_h * (p.filter_rows - 1));
+    uint32_t const own = memory.box + line_in_box * shape.line_bytes + channel * pitch +
+                         (column * kQuad + shape.lead) * Traits::kElementBytes;
     int const row_step = kept(p.dilation_h * shape.line_bytes);
 
     uint32_t operands[2][Operands::kRegisters][4];
     Operands loaded;
-    uint32_t tap = uint32_t(first_tap);
+    uint32_t tap = uint32_t(first_tap) + cursor.stage * tap_stride;
     int filter_row = 0;
-    uint32_t line = own + cursor.stage * p.stage_bytes;
+    int ended = kNoStage;  // whose products are under way
+    uint32_t line = own + cursor.stage * memory.stage_stride;
     loaded.load(line, pitch, 0);
     loaded.put(operands[0], 0);
     loaded.load(line, pitch, 1);
     loaded.put(operands[0], 1);
     auto const step = [&](auto which, bool more) {
       constexpr int kSet = decltype(which)::value;
+      uint32_t next_tap = tap + kTaps * (kTapBytes >> 4);
+      int const through = ended;
+      ended = kNoStage;
       if (++filter_row == p.filter_rows) {
-        // The stage's loads are through.
+        // The stage's loads are through, but not the products with its part of the filter.
         filter_row = 0;
         __syncwarp();
-        if (lane == 0) device::arrive(&barriers.empty[consumer][cursor.stage]);
+        if (p.streams_filter) {
+          ended = cursor.stage;
+        } else if (lane == 0) {
+          device::arrive(&empty[cursor.stage]);
+        }
         cursor.advance(p.stages);
+        if (p.streams_filter) next_tap = uint32_t(first_tap) + cursor.stage * tap_stride;
         if (more) {
-          wait_for(&barriers.full[consumer][cursor.stage], cursor.parity);
-          line = own + cursor.stage * p.stage_bytes;
+          wait_for(&full[cursor.stage], cursor.parity);
+          line = own + cursor.stage * memory.stage_stride;
         }
       } else {
         line += row_step;
@@ -113,12 +134,13 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, uint32_
 #pragma unroll
       for (int t = 0; t < kAhead; ++t) multiply_tap(t);
       cute::warpgroup_wait<kAhead>();
+      if (through != kNoStage && lane == 0) device::arrive(&empty[through]);
       loaded.put(operands[kSet ^ 1], 0);
       loaded.load(line, pitch, 1);
 #pragma unroll
       for (int t = kAhead; t < kTaps; ++t) multiply_tap(t);
       loaded.put(operands[kSet ^ 1], 1);
-      tap += kTaps * (kTapBytes >> 4);
+      tap = next_tap;
     };
 #pragma unroll 1
     for (int i = 2; i <= steps; i += 2) {
@@ -126,12 +148,14 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, uint32_
       step(std::integral_constant<int, 1>{}, i < steps);
     }
     cute::warpgroup_wait<0>();
+    if (ended != kNoStage && lane == 0) device::arrive(&empty[ended]);
 #pragma unroll
     for (auto& row_tile : sums) {
 #pragma unroll
       for (float& value : row_tile) cute::warpgroup_fence_operand(value);
     }
-    OwnQuad const quad_pixels(p, tile, row, column);
+    if (own_index != index) continue;
+    OwnQuad const quad_pixels(p, tile, quad, row, column);
     finish_tile<Traits>(p, sums, tile, index, channel0, quad_pixels, header.bias, moments,
                         1 + consumer);
   }

@@ -28,13 +28,14 @@ struct OwnQuad {
   // Elements that each store of the warp may take, where all its quads are whole; else 0.
   int width;
 
-  __device__ __forceinline__ OwnQuad(Params const& p, Tile const& tile, int row, int column) {
+  // own: of the tile's quads; row, column: where it lies in the strip.
+  __device__ __forceinline__ OwnQuad(Params const& p, Tile const& tile, int own, int row,
+                                     int column) {
     Raster const& raster = p.raster;
-    int const output_row = tile.row0 + row;
-    int const output_column = tile.column0 + column;
-    bool const inside = row < raster.shapes[tile.shape].rows && output_row < raster.p;
+    int const output_column = tile.column0 + column * kQuad;
+    bool const inside = own < raster.shapes[tile.shape].tile_quads && row < raster.p;
     count = inside ? max(0, min(kQuad, raster.q - output_column)) : 0;
-    pixel = (tile.slice * raster.p + output_row) * raster.q + output_column;
+    pixel = (tile.slice * raster.p + row) * raster.q + output_column;
     bool const whole = __all_sync(~0u, count == kQuad);
     auto const allows = [&](int elements) {
       return whole && p.pixels % elements == 0 && __all_sync(~0u, pixel % elements == 0);

@@ -1,5 +1,6 @@
-// The convolution with positions from registers: three consumer warpgroups, each with tiles of its
-// own, and a producer warp for each. While one is in its epilogue the others multiply, without
+// The convolution with positions from registers: three consumer warpgroups, each with tiles and a
+// ring of its own and a producer warp for it, or where the filter does not fit, one ring for all.
+// While one is in its epilogue the others multiply, without
 // taking turns.
 #pragma once
 
@@ -22,37 +23,35 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-// In shared memory follow each other: header, filter, the consumers' rings, their moments. The
-// tensor maps' boxes are those of wide and of narrow tiles.
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
-    convolve(__grid_constant__ Params const p, __grid_constant__ CUtensorMap const wide,
-             __grid_constant__ CUtensorMap const narrow) {
+    convolve(__grid_constant__ Params const p, __grid_constant__ CUtensorMap const first,
+             __grid_constant__ CUtensorMap const last) {
   using T = typename Traits::Element;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& header = *reinterpret_cast<Header*>(shared);
   Barriers& barriers = header.barriers;
-  unsigned char* const filter = shared + kHeaderBytes;
-  unsigned char* const rings = filter + p.block_filter_bytes;
-  int const ring_bytes = p.stages * p.stage_bytes;
-  float* const moments = reinterpret_cast<float*>(rings + kConsumers * ring_bytes);
   int block_n, ignored;
   p.blocks_n(ignored, block_n, int(blockIdx.x));
   int const channel0 = block_n * kBlockN;
+  uint32_t const start = device::shared_address(shared);
   if (threadIdx.x == 0) {
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    int const readers = kWarpgroupWarps * (p.streams_filter ? kConsumers : 1);
+    for (int ring = 0; ring < (p.streams_filter ? 1 : kConsumers); ++ring) {
       for (int i = 0; i < p.stages; ++i) {
-        device::init_barrier(&barriers.full[consumer][i], 1);
-        device::init_barrier(&barriers.empty[consumer][i], kWarpgroupWarps);
+        device::init_barrier(&barriers.full[ring][i], 1);
+        device::init_barrier(&barriers.empty[ring][i], readers);
       }
     }
     device::init_barrier(&barriers.filter, 1);
     device::fence_barrier_init();
     device::fence_async_proxy();
-    device::arrive_and_expect(&barriers.filter, p.block_filter_bytes);
-    device::bulk_load(device::shared_address(filter),
-                      p.filter + int64_t(block_n) * p.block_filter_bytes, p.block_filter_bytes,
-                      &barriers.filter);
+    if (!p.streams_filter) {
+      int const bytes = p.k_iterations * p.filter_stage_bytes;
+      device::arrive_and_expect(&barriers.filter, bytes);
+      device::bulk_load(start + kHeaderBytes, p.filter + int64_t(block_n) * bytes, bytes,
+                        &barriers.filter);
+    }
   }
   if (threadIdx.x < kBlockN) {
     int const channel = channel0 + int(threadIdx.x);
@@ -64,14 +63,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);
   if (warpgroup < kConsumers) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    consume<Traits>(p, header, device::shared_address(filter),
-                    device::shared_address(rings) + warpgroup * ring_bytes,
+    auto* const moments = reinterpret_cast<float*>(shared + Memory::moments(p));
+    consume<Traits>(p, header, Memory(p, start, warpgroup),
                     moments + warpgroup * kWarpgroupWarps * kMomentFloats, warpgroup, channel0);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    int const consumer = threadIdx.x % kWarpgroupThreads / 32;
-    if (consumer < kConsumers && threadIdx.x % 32 == 0) {
-      produce<Traits>(p, barriers, rings + consumer * ring_bytes, consumer, block_n, wide, narrow);
+    int const ring = threadIdx.x % kWarpgroupThreads / 32;
+    if (threadIdx.x % 32 != 0) return;
+    Maps const maps{&first, &last};
+    if (p.streams_filter) {
+      if (ring == 0) {
+        produce<Traits, kConsumers>(p, barriers, Memory(p, start, 0), shared, 0, block_n, maps);
+      }
+    } else if (ring < kConsumers) {
+      produce<Traits, 1>(p, barriers, Memory(p, start, ring), shared, ring, block_n, maps);
     }
   }
 }

@@ -22,7 +22,8 @@ struct Params {
   int out_channels, pixels;
   int lower_d, lower_h, dilation_d, dilation_h;
   int depth_taps, filter_rows, k_blocks, k_iterations;
-  int stages, stage_bytes, block_filter_bytes;
+  bool streams_filter;
+  int stages, box_bytes, filter_stage_bytes;
   int tile_count;  // of a block of output channels
   cutlass::FastDivmod blocks_n;
   bool activates_output;  // else only the moments are of activated values
@@ -51,8 +52,9 @@ inline Params Params::of(Arguments const& a) {
   p.k_blocks = s.k_blocks;
   p.k_iterations = s.k_iterations;
   p.stages = s.stages;
-  p.stage_bytes = s.stage_bytes;
-  p.block_filter_bytes = s.block_filter_bytes;
+  p.streams_filter = s.streams_filter;
+  p.box_bytes = s.box_bytes;
+  p.filter_stage_bytes = s.filter_stage_bytes;
   int64_t const tiles = int64_t(a.batch) * s.tiles;
   FUSEDCONV_CHECK(tiles < (int64_t(1) << 30), "sm90 runs: N=", a.batch, " C=", c.c, " K=", c.k,
                   " makes ", tiles, " tiles");
@@ -62,13 +64,14 @@ inline Params Params::of(Arguments const& a) {
   return p;
 }
 
+// By ring; the first serves a shared one.
 struct alignas(16) Barriers {
   uint64_t full[kConsumers][kMaxStages];
   uint64_t empty[kConsumers][kMaxStages];
   uint64_t filter;
-  int tile[kConsumers][kMaxStages];  // of which a stage is; kNoTile behind the last
+  int turn[kConsumers][kMaxStages];  // of which a stage is; kNoTurn behind the last
 };
-inline constexpr int kNoTile = -1;
+inline constexpr int kNoTurn = -1;
 
 // The start of shared memory.
 struct Header {
@@ -83,22 +86,51 @@ __device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parit
   cutlass::arch::ClusterBarrier::wait(barrier, parity);
 }
 
-// Tiles go to whoever is free: warpgroups that drift apart would read lines that their neighbours'
-// tiles share, and write to their cache lines, at different times, from and to memory. The counter
-// is zero at first and again in the end.
+// Where a consumer finds what it reads, and from a stage to the next: addresses in shared memory,
+// where header, filter, rings and moments follow each other. The stage of a shared ring holds the
+// consumers' boxes and then its part of the filter.
+struct Memory {
+  uint32_t filter;  // all of it, or the first stage's
+  uint32_t box;     // the first stage's
+  int stage_stride;
+
+  __device__ __forceinline__ Memory(Params const& p, uint32_t shared, int consumer) {
+    filter = shared + kHeaderBytes;
+    if (p.streams_filter) {
+      box = filter + consumer * p.box_bytes;
+      filter += kConsumers * p.box_bytes;
+      stage_stride = kConsumers * p.box_bytes + p.filter_stage_bytes;
+    } else {
+      int const rings = p.k_iterations * p.filter_stage_bytes;
+      box = filter + rings + consumer * p.stages * p.box_bytes;
+      stage_stride = p.box_bytes;
+    }
+  }
+
+  // From the start of shared memory to the moments.
+  __device__ __forceinline__ static int moments(Params const& p) {
+    int const filter_bytes = (p.streams_filter ? p.stages : p.k_iterations) * p.filter_stage_bytes;
+    return kHeaderBytes + filter_bytes + kConsumers * p.stages * p.box_bytes;
+  }
+};
+
+// Tiles, or those of a shared ring's three consumers at once, go to whoever is free: warpgroups
+// that drift apart would read lines that their neighbours' tiles share, and write to their cache
+// lines, at different times, from and to memory. The counter is zero at first and again in the end.
 struct Turns {
   unsigned* counter;
+  int count;
   int next;
 
   __device__ __forceinline__ Turns(Params const& p, int block_n) : counter(p.turns + block_n) {
+    count = p.streams_filter ? (p.tile_count + kConsumers - 1) / kConsumers : p.tile_count;
     take(p);
   }
   __device__ __forceinline__ void take(Params const& p) {
-    unsigned const turn = atomicAdd(counter, 1u);
-    next = int(turn);
+    next = int(atomicAdd(counter, 1u));
     // Each producer takes one turn too many; behind the last of them nobody takes any.
-    int const producers = int(gridDim.x) / p.blocks_n.divisor * kConsumers;
-    if (next == p.tile_count + producers - 1) *counter = 0;
+    int const producers = int(gridDim.x) / p.blocks_n.divisor * (p.streams_filter ? 1 : kConsumers);
+    if (next == count + producers - 1) *counter = 0;
   }
 };
 

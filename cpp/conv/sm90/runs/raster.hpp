@@ -11,10 +11,10 @@ struct Raster {
   // A tiling's strips and tiles.
   struct Shape {
     cutlass::FastDivmod tiles, quads;
-    int rows, width, column0;
+    int tile_quads, width, column0;
     // The box in shared memory: bytes of a line of one channel, of a line of all its channels, of
-    // all lines; its columns before a tile's.
-    int pitch, line_bytes, bytes, lead;
+    // all lines; its columns before the strip's, its lines.
+    int pitch, line_bytes, bytes, lead, lines;
   };
   Shape shapes[2];
   cutlass::FastDivmod slice_tiles, slices;
@@ -29,13 +29,14 @@ struct Raster {
       int const pitch = t.columns * element_bytes;
       result.shapes[i] = {.tiles = cutlass::FastDivmod(t.tiles),
                           .quads = cutlass::FastDivmod(t.quads),
-                          .rows = t.rows,
+                          .tile_quads = t.tile_quads,
                           .width = t.width(),
                           .column0 = t.column0,
                           .pitch = pitch,
                           .line_bytes = kKBlockBytes / element_bytes * pitch,
                           .bytes = t.bytes,
-                          .lead = t.lead};
+                          .lead = t.lead,
+                          .lines = t.lines};
     }
     result.slice_tiles = cutlass::FastDivmod(s.slice_tiles);
     result.slices = cutlass::FastDivmod(c.z);
@@ -48,23 +49,31 @@ struct Raster {
 
 // Of the tiles of a batch, for some block of output channels.
 struct Tile {
-  int sample, slice, shape, column0, row0;
+  int sample, slice, shape, column0;
+  int quad0, row0;  // its first quad in the strip, and that one's row
 
   __device__ __forceinline__ Tile(Raster const& raster, int index) {
-    int in_slice, strip, tile;
+    int in_slice, strip, tile, ignored;
     raster.slice_tiles(index, in_slice, index);
     raster.slices(sample, slice, index);
     shape = in_slice >= raster.wide_tiles ? 1 : 0;
     Raster::Shape const& s = raster.shapes[shape];
     s.tiles(strip, tile, in_slice - (shape == 1 ? raster.wide_tiles : 0));
     column0 = s.column0 + strip * s.width;
-    row0 = tile * s.rows;
+    quad0 = tile * s.tile_quads;
+    s.quads(row0, ignored, quad0);
   }
 
   // Of its positions, those that are pixels.
   __device__ __forceinline__ int pixels(Raster const& raster) const {
     Raster::Shape const& s = raster.shapes[shape];
-    return min(s.rows, raster.p - row0) * min(s.width, raster.q - column0);
+    int const width = min(s.width, raster.q - column0);
+    auto const before = [&](int quad) {
+      int row, column;
+      s.quads(row, column, quad);
+      return row >= raster.p ? raster.p * width : row * width + min(width, column * kQuad);
+    };
+    return before(quad0 + s.tile_quads) - before(quad0);
   }
 };
 

@@ -11,6 +11,8 @@ namespace {
 
 constexpr int kFewestStages = 2;
 constexpr int kWantedStages = 3;
+// Of a shared ring, whose consumers are in different places of it.
+constexpr int kWantedSharedStages = 4;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -18,9 +20,9 @@ Schedule refused(std::string reason) {
   return result;
 }
 
-// Tiles of `quads` by at most `rows`, of which a stage takes at most `limit` bytes.
+// Strips of `quads`, with tiles of which a box takes at most `limit` bytes; no tiles if none does.
 Tiling tiling_of(ConvProblem const& p, Math math, Window const& window, int strips, int quads,
-                 int rows, int column0, int limit) {
+                 int column0, int limit) {
   int const element = traits_of(math).element_bytes();
   int const unit = 16 / element;  // copies begin and end at multiples of 16 bytes
   int const k_block = kKBlockBytes / element;
@@ -31,16 +33,71 @@ Tiling tiling_of(ConvProblem const& p, Math math, Window const& window, int stri
   t.lead = window.before > 0 ? unit : 0;
   t.columns = int(round_up(t.lead + t.width() + window.after, unit));
   // Channels then begin at odd multiples of 16 bytes, and lanes that read four channels of two
-  // quads at once read different banks. Narrow tiles are few.
+  // quads at once read different banks. Narrow strips are few.
   if (t.columns / unit % 2 == 0 && quads > 2) t.columns += unit;
   int const halo = p.dilation_h * (p.r - 1);
-  t.rows = std::min(rows, p.p);
-  auto const bytes = [&] { return (t.rows + halo) * k_block * t.columns * element; };
-  while (t.rows > 1 && (bytes() > limit || t.rows + halo > kMaxTmaExtent)) --t.rows;
-  t.lines = t.rows + halo;
-  t.bytes = bytes();
-  t.tiles = int(ceil_div(p.p, t.rows));
+  for (t.tile_quads = std::min(kTileQuads, p.p * quads); t.tile_quads > 0; --t.tile_quads) {
+    // Tiles of whole rows begin where a row does.
+    int const rows =
+        t.tile_quads % quads == 0 ? t.tile_quads / quads : (t.tile_quads + quads - 2) / quads + 1;
+    t.lines = std::min(p.p, rows) + halo;
+    t.bytes = t.lines * k_block * t.columns * element;
+    if (t.bytes <= limit && t.lines <= kMaxTmaExtent) break;
+  }
+  if (t.tile_quads > 0) t.tiles = int(ceil_div(p.p * quads, t.tile_quads));
   return t;
+}
+
+// Chooses the width of strips: as few tiles as may be, for boxes that are not much larger.
+bool lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window, int limit) {
+  int const quads = int(ceil_div(p.q, kQuad));
+  int const unit = 16 / traits_of(math).element_bytes();
+  double best = 0.0;
+  for (int width = 1; width <= std::min(quads, kMostStripQuads); ++width) {
+    // A copy's first column must be a multiple of 16 bytes.
+    if (width < quads && width * kQuad % unit != 0) continue;
+    int const strips = quads / width, rest = quads % width;
+    std::array<Tiling, 2> tilings;
+    tilings[0] = tiling_of(p, math, window, strips, width, 0, limit);
+    if (rest > 0) {
+      tilings[1] = tiling_of(p, math, window, 1, rest, strips * width * kQuad, limit);
+    }
+    double cost = 0.0;
+    bool fits = true;
+    for (Tiling const& t : tilings) {
+      if (t.strips == 0) continue;
+      fits = fits && t.tiles > 0;
+      // What stages a tile weighs about a fifth of what multiplies it, at twice the tile's size.
+      cost += t.slice_tiles() * (1.0 + 0.1 * t.lines * t.columns / (kTileQuads * kQuad));
+    }
+    if (!fits || (best > 0.0 && cost >= best)) continue;
+    best = cost;
+    s.tilings = tilings;
+  }
+  if (best == 0.0) return false;
+  s.slice_tiles = 0;
+  int largest = 0;
+  for (Tiling const& t : s.tilings) {
+    s.slice_tiles += t.slice_tiles();
+    largest = std::max(largest, t.bytes);
+  }
+  s.box_bytes = int(round_up(largest, 128));  // boxes begin where copies may land
+  return true;
+}
+
+// Fits rings and filter into what shared memory has.
+bool fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, int64_t shared) {
+  int64_t const left = shared - kHeaderBytes -
+                       int64_t(kConsumers) * 4 * kMomentFloats * int64_t(sizeof(float)) -
+                       (s.streams_filter ? 0 : s.block_filter_bytes());
+  int64_t const beside = s.streams_filter ? s.filter_stage_bytes : 0;  // the boxes of a stage
+  int const wanted = s.streams_filter ? kWantedSharedStages : kWantedStages;
+  int64_t const limit = (left / wanted - beside) / kConsumers / 128 * 128;
+  if (limit <= 0 || !lay_out(s, p, math, window, int(limit))) return false;
+  int64_t const stage = kConsumers * s.box_bytes + beside;
+  s.stages = int(std::min<int64_t>(kMaxStages, left / stage));
+  s.shared_bytes = int(shared - left + s.stages * stage);
+  return s.stages >= kFewestStages;
 }
 
 }  // namespace
@@ -76,50 +133,19 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
   s.k_iterations = p.t * s.k_blocks;
   if (s.k_iterations % 2 == 1 && p.r % 2 == 1) ++s.k_iterations;
   s.blocks_n = int(ceil_div(p.k, kBlockN));
-  int64_t const block_filter_bytes = int64_t(s.k_iterations) * p.r * p.s * kTapBytes;
-  int64_t const fixed = kHeaderBytes + block_filter_bytes +
-                        int64_t(kConsumers) * 4 * kMomentFloats * int64_t(sizeof(float));
-  int64_t const left = (device.shared_bytes - fixed) / kConsumers;
-  // Slots begin where copies may land.
-  auto const slot = [](int64_t bytes) { return bytes / 128 * 128; };
-  int const limit = int(std::max<int64_t>(0, slot(left / kWantedStages)));
-  if (limit < 2048) {
-    return refused(detail::join("the filter of ", kBlockN, " output channels, ", block_filter_bytes,
-                                " bytes, leaves the stages of its pipeline ",
-                                "too little shared memory"));
-  }
-  int const quads = int(ceil_div(p.q, kQuad));
-  int const strips = p.q / (kStripQuads * kQuad);
-  int const rest = quads - strips * kStripQuads;
-  if (strips > 0) {
-    s.tilings[0] =
-        tiling_of(p, math, window, strips, kStripQuads, kTileQuads / kStripQuads, 0, limit);
-  }
-  if (rest > 0) {
-    // At least as many bytes as the wide tiles take are there.
-    s.tilings[1] =
-        tiling_of(p, math, window, 1, rest, kTileQuads / rest, strips * kStripQuads * kQuad, limit);
-  }
-  int largest = 0;
-  for (Tiling const& t : s.tilings) {
-    if (t.bytes > limit) {
-      return refused(detail::join("a stage of ", t.bytes, " bytes exceeds its share of the shared ",
-                                  "memory, ", limit));
+  s.filter_stage_bytes = p.r * p.s * kTapBytes;
+  if (!fit(s, p, math, window, device.shared_bytes)) {
+    s.streams_filter = true;
+    if (!fit(s, p, math, window, device.shared_bytes)) {
+      return refused(detail::join("stages of its pipeline, with ", s.filter_stage_bytes,
+                                  " bytes of the filter each, exceed the shared memory of a ",
+                                  "multiprocessor"));
     }
-    s.slice_tiles += t.slice_tiles();
-    largest = std::max(largest, t.bytes);
   }
   int64_t const tiles = int64_t(p.z) * s.slice_tiles;
   if (tiles >= int64_t(1) << 30) return refused(detail::join("a sample has ", tiles, " tiles"));
   s.tiles = int(tiles);
-  s.stage_bytes = int(round_up(largest, 128));
-  s.stages = int(std::min<int64_t>(kMaxStages, left / s.stage_bytes));
-  if (s.stages < kFewestStages) {
-    return refused("two stages of its pipeline exceed the shared memory of a multiprocessor");
-  }
-  s.block_filter_bytes = int(block_filter_bytes);
-  s.filter_bytes = (block_filter_bytes + int64_t(sizeof(unsigned))) * s.blocks_n;
-  s.shared_bytes = int(fixed) + kConsumers * s.stages * s.stage_bytes;
+  s.filter_bytes = (s.block_filter_bytes() + int64_t(sizeof(unsigned))) * s.blocks_n;
   return s;
 }
 

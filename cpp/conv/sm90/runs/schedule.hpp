@@ -1,10 +1,10 @@
 // The schedule of a transposed convolution of stride 1 whose positions come from registers. Host
 // code without CUDA.
 //
-// The output is cut into tiles of kTileQuads quads, runs of four neighbouring columns. Most tiles
-// are kStripQuads quads wide and as high as that leaves them, in strips side by side; the columns
-// that are left over form a narrower strip with tiles of their own shape. A tile's input is a box
-// of lines as they lie in the tensor, a halo around them.
+// A row of the output is cut into quads, runs of four neighbouring columns, and rows into strips of
+// some quads each; the last strip may be narrower than the others. A tile is up to kTileQuads
+// neighbouring quads of a strip, row after row. Its input is a box of lines as they lie in the
+// tensor, a halo around them.
 //
 // In the instruction's terms M counts positions, N output channels and K what is summed: a k-block
 // is 32 bytes of input channels, a stage holds a k-block of a tile's lines for one depth tap.
@@ -26,7 +26,7 @@ inline constexpr int kKBlockBytes = 32;  // of channels: one step of the tensor 
 inline constexpr int kTapBytes = kBlockN * kKBlockBytes;
 inline constexpr int kQuad = 4;        // columns
 inline constexpr int kTileQuads = 32;  // a warpgroup's: 128 positions
-inline constexpr int kStripQuads = 8;
+inline constexpr int kMostStripQuads = 18;
 inline constexpr int kConsumers = 3;  // warpgroups, each with tiles and a ring of its own
 inline constexpr int kMaxStages = 8;  // of a ring
 inline constexpr int kMaxWindow = 3;  // columns of a filter
@@ -45,11 +45,11 @@ struct Window {
 // Tiles of one shape, which cover `strips` neighbouring strips.
 struct Tiling {
   int strips = 0;
-  int quads = 0;    // of a tile's row
-  int rows = 0;     // of a tile
-  int column0 = 0;  // of the output
-  int tiles = 0;    // of a strip, in a slice
-  // The box that a stage holds. Its columns begin `lead` before a tile's.
+  int quads = 0;       // of a strip's row
+  int tile_quads = 0;  // of a tile
+  int column0 = 0;     // of the output
+  int tiles = 0;       // of a strip, in a slice
+  // The box that a stage holds. Its columns begin `lead` before the strip's.
   int lead = 0;
   int columns = 0;
   int lines = 0;
@@ -62,17 +62,22 @@ struct Tiling {
 // What a launch of one problem looks like. All sizes are counts unless they say bytes.
 struct Schedule {
   Support support;
-  std::array<Tiling, 2> tilings;  // strips of full width, and the rest
+  std::array<Tiling, 2> tilings;  // strips of full width, and the last
   int slice_tiles = 0;
   int tiles = 0;         // of a sample, for each kBlockN output channels
   int blocks_n = 0;      // of kBlockN output channels
   int k_blocks = 0;      // of the input's channels
   int k_iterations = 0;  // stages of a tile; those beyond depth taps times k-blocks are zeros
+  // Whether the filter passes through the stages, which the consumers then share: a stage holds a
+  // box for each of them and what all multiply it with. Else it stays in shared memory.
+  bool streams_filter = false;
   int stages = 0;
-  int stage_bytes = 0;
-  int block_filter_bytes = 0;  // of kBlockN output channels
+  int box_bytes = 0;           // of a stage for one consumer
+  int filter_stage_bytes = 0;  // of kBlockN output channels, for a k-iteration
   int64_t filter_bytes = 0;    // packed, and a counter for each block of output channels
   int shared_bytes = 0;
+
+  int64_t block_filter_bytes() const { return int64_t(k_iterations) * filter_stage_bytes; }
 };
 
 // aligned: the input's address is a multiple of 16 bytes.

@@ -42,15 +42,17 @@ class CostConstants:
 
     #: The main loop over what the tensor cores alone would take.
     main_loop: float
-    #: Epilogue, as far as the main loop of other tiles does not hide it.
+    #: Epilogue, as far as the main loops of other tiles do not hide it.
     epilogue: float
+    #: A byte that lands in shared memory.
+    staged_byte: float
     #: A launch: the filter's way into shared memory, the first tile's loads, the last epilogue.
     launch: float
 
 
-#: From a tile's cycles on an H200: 6,230 in TF32 and 4,360 in 16 bits with 24 and 12 filter rows of
-#: three taps.
-COSTS = CostConstants(main_loop=1.05, epilogue=1700.0, launch=8000.0)
+#: From times on an H200: system 1 in TF32 and bf16 (2.10 and 1.50 ms for its convolution), and
+#: system 2, whose streamed filter makes bytes the limit (1.07 and 0.70 ms).
+COSTS = CostConstants(main_loop=1.01, epilogue=3470.0, staged_byte=0.068, launch=8000.0)
 
 
 class RunsSm90(Sm90Kernel):
@@ -65,7 +67,13 @@ class RunsSm90(Sm90Kernel):
         config = self.config(problem, device)
         chunk = self._chunk(problem, config)
         taps = config.k_iterations * math.prod(problem.conv.kernel_size[-2:])
-        tile = taps * _TAP_CYCLES * costs.main_loop + costs.epilogue
+        staged = config.box_bytes
+        if config.streams_filter:
+            staged += config.filter_stage_bytes / _CONSUMERS
+        tile = max(
+            taps * _TAP_CYCLES * costs.main_loop + costs.epilogue,
+            config.k_iterations * staged * costs.staged_byte,
+        )
         sets = max(1, device.multiprocessors // config.blocks_n)
         waves = math.ceil(math.ceil(chunk * config.tiles / _CONSUMERS) / sets)
         rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))

@@ -8,14 +8,15 @@ usage: python benchmarks/cost_model.py measure [--output FILE]   times every ker
 each part of the backward pass on every kernel that serves it, ours and torch's (each TF32 problem
 on rows of strict fp32 too), and torch's operators one by one.
 
-The constants of ``fusedconv.kernels.cuda.sm90`` are fitted to the first 60 problems: they minimise
-what the choice among compiled rows loses, and a little of log(estimate / measured). Those of
+The constants of ``fusedconv.kernels.cuda.sm90`` and ``sm90_runs`` are fitted to the first 80
+problems: they minimise what the choice among compiled rows loses, and a little of
+log(estimate / measured). Those of
 ``fusedconv.kernels.torch`` minimise the softened square of log(estimate / time in a graph),
 operator by operator, on all problems, as there are 20 of some kinds; ``call``, which is the
 caller's thread's, stays.
 
 The check is about what matters, the choice: how often it is within five percent of the best, on the
-60 problems that were not fitted to, among rows of both families and among all candidates, torch's
+80 problems that were not fitted to, among rows of both families and among all candidates, torch's
 operators included.
 """
 
@@ -27,7 +28,7 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,16 @@ from cost_times import times_by_kernel
 from fusedconv.benchmark import device_facts, header
 from fusedconv.device import KNOWN
 from fusedconv.kernels import torch as vendor
-from fusedconv.kernels.cuda.sm90 import COSTS, CostConstants, CutlassSm90
+from fusedconv.kernels.cuda import sm90, sm90_runs
 from fusedconv.plan import Kernel
 from fusedconv.problem import Problem
 from fusedconv.registry import registry
 
 RESULTS = Path(__file__).parent / "results" / "h200-cost-model.json"
 DEVICE = KNOWN[90]
+#: The constants that are fitted, by the kernels whose estimates they make.
+Costs = Mapping[type[Kernel], Any]
+COSTS: Costs = {sm90.CutlassSm90: sm90.COSTS, sm90_runs.RunsSm90: sm90_runs.COSTS}
 NEAR = 1.05  # a choice is good where it takes at most this much of the best candidate's time
 SOFTNESS = 0.05  # estimates that differ by this share weigh about alike
 
@@ -86,29 +90,29 @@ class Measured:
 
     @functools.cached_property
     def _fixed(self) -> list[float | None]:
-        """The candidates' costs, None for those that depend on the Hopper family's constants."""
+        """The candidates' costs, None for those that depend on the fitted constants."""
         return [
-            None if isinstance(kernel, CutlassSm90) else kernel.cost(self.problem, DEVICE)
+            None if type(kernel) in COSTS else kernel.cost(self.problem, DEVICE)
             for kernel, _ in self.rows
         ]
 
-    def estimates(self, costs: CostConstants) -> list[float]:
+    def estimates(self, costs: Costs) -> list[float]:
         """The models' cost of each candidate in milliseconds."""
         return [
-            kernel.estimate(self.problem, DEVICE, costs) if fixed is None else fixed
+            kernel.estimate(self.problem, DEVICE, costs[type(kernel)]) if fixed is None else fixed
             for (kernel, _), fixed in zip(self.rows, self._fixed, strict=True)
         ]
 
-    def choice(self, costs: CostConstants) -> tuple[Any, float]:
+    def choice(self, costs: Costs) -> tuple[Any, float]:
         """What the models take for the fastest, and its time."""
         estimates = self.estimates(costs)
         return self.rows[estimates.index(min(estimates))]
 
-    def ratio(self, costs: CostConstants) -> float:
+    def ratio(self, costs: Costs) -> float:
         """The choice's time over the best."""
         return self.choice(costs)[1] / self.best
 
-    def regret(self, costs: CostConstants) -> float:
+    def regret(self, costs: Costs) -> float:
         """log(time / best) of the choice, softened: candidates weigh by their estimates' inverse to
         the power 1 / SOFTNESS, so that the search sees where near ties would turn."""
         estimates = self.estimates(costs)
@@ -152,19 +156,19 @@ def halves(problems: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 # ---- fitting -------------------------------------------------------------------------------------
 
 
-def loss(problems: Sequence[Measured], costs: CostConstants) -> float:
+def loss(problems: Sequence[Measured], costs: Costs) -> float:
     """What the choices lose, and a little of what the estimates are off, which ties would hide."""
     regret = statistics.fmean(measured.regret(costs) for measured in problems)
     return regret + 0.1 * estimation_error(problems, costs)
 
 
-def estimation_error(problems: Sequence[Measured], costs: CostConstants) -> float:
+def estimation_error(problems: Sequence[Measured], costs: Costs) -> float:
     """Mean square of log(estimate / measured) over the rows of the Hopper family."""
     errors = [
-        math.log(kernel.estimate(measured.problem, DEVICE, costs) / time)
+        math.log(kernel.estimate(measured.problem, DEVICE, costs[type(kernel)]) / time)
         for measured in problems
         for kernel, time in measured.rows
-        if isinstance(kernel, CutlassSm90)
+        if type(kernel) in costs
     ]
     return statistics.fmean(error * error for error in errors)
 
@@ -217,14 +221,20 @@ def search(
     return point
 
 
-def fit(problems: Sequence[Measured], start: CostConstants, evaluations: int) -> CostConstants:
-    """The Hopper family's constants of least loss; the search moves their logarithms."""
-    names = [field.name for field in dataclasses.fields(CostConstants)]
+def fit(problems: Sequence[Measured], start: Costs, evaluations: int) -> Costs:
+    """The Hopper rows' constants of least loss; the search moves their logarithms."""
+    names = [(kind, field.name) for kind in start for field in dataclasses.fields(start[kind])]
 
-    def constants(point: Sequence[float]) -> CostConstants:
-        return CostConstants(**dict(zip(names, map(math.exp, point), strict=True)))
+    def constants(point: Sequence[float]) -> Costs:
+        values = dict(zip(names, map(math.exp, point), strict=True))
+        return {
+            kind: dataclasses.replace(
+                old, **{name: value for (of, name), value in values.items() if of is kind}
+            )
+            for kind, old in start.items()
+        }
 
-    point = [math.log(getattr(start, name)) for name in names]
+    point = [math.log(getattr(start[kind], name)) for kind, name in names]
     return constants(search(lambda p: loss(problems, constants(p)), point, evaluations))
 
 
@@ -339,12 +349,12 @@ def fit_torch(
 # ---- reporting -----------------------------------------------------------------------------------
 
 
-def share(problems: Sequence[Measured], costs: CostConstants) -> float:
+def share(problems: Sequence[Measured], costs: Costs) -> float:
     """The share of problems whose choice takes at most NEAR times the best candidate's time."""
     return statistics.fmean(measured.ratio(costs) <= NEAR for measured in problems)
 
 
-def report(title: str, problems: Sequence[Measured], costs: CostConstants) -> None:
+def report(title: str, problems: Sequence[Measured], costs: Costs) -> None:
     ratios = [measured.ratio(costs) for measured in problems]
     near = sum(ratio <= NEAR for ratio in ratios)
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
@@ -354,7 +364,7 @@ def report(title: str, problems: Sequence[Measured], costs: CostConstants) -> No
     )
 
 
-def report_rows(title: str, problems: Sequence[Measured], costs: CostConstants) -> None:
+def report_rows(title: str, problems: Sequence[Measured], costs: Costs) -> None:
     rows = [measured.compiled() for measured in problems]
     report(f"{title}, compiled rows", rows, costs)
     error = math.sqrt(estimation_error(rows, costs))
@@ -447,7 +457,8 @@ def main(arguments: list[str] | None = None) -> None:
     fitted = fit([measured.compiled() for measured in first], COSTS, options.evaluations)
     report_rows("fitted constants, fitted half", first, fitted)
     report_rows("fitted constants, other half", second, fitted)
-    print_constants(fitted)
+    for constants in fitted.values():
+        print_constants(constants)
     of_torch = fit_torch(raw, vendor.COSTS, options.evaluations // 10)
     report_torch(raw, of_torch)
     print_constants(of_torch)

@@ -1,8 +1,9 @@
 """The problems that the cost models are fitted to and checked on. Needs no GPU.
 
-120 shapes are drawn from a fixed seed: TF32, strict fp32 and 16 bits by turns, both layouts, two
+160 shapes are drawn from a fixed seed: TF32, strict fp32 and 16 bits by turns, both layouts, two
 and three axes, 16 to 256 channels, half of them and more of one sample and few pixels; none is a
-benchmark's.
+benchmark's. Every fourth is NCHW with lines of whole 16 bytes, which some kernels ask for, and one
+of the common filters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from fusedconv import hypothetical
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.problem import Activation, BackwardProblem, Bias, ForwardProblem, Norm, Problem
 
-COUNT = 120
+COUNT = 160
+#: Every so many shapes one has lines of whole 16 bytes.
+ALIGNED_EVERY = 4
 CHANNELS = (16, 20, 24, 32, 36, 48, 64, 80, 96, 100, 128, 160, 192, 256)
 
 
@@ -93,13 +96,19 @@ def _gradients(forward: ForwardProblem, *names: str) -> BackwardProblem:
     )
 
 
-def _draw(generator: random.Random, precision: str, layout: str, axes: int) -> Shape:
+def _draw(generator: random.Random, precision: str, layout: str, axes: int, aligned: bool) -> Shape:
     small = generator.random() < 0.5
     if small:
         low, high = ((14, 64), (6, 20))[axes - 2]
     else:
         low, high = ((32, 192), (12, 40))[axes - 2]
     kernel = generator.choice((2, 3, 3, 3, 4, 5) if axes == 2 else (2, 3, 3))
+    padding = generator.randint(0, kernel - 1)
+    spatial = [generator.randint(low, high) for _ in range(axes)]
+    if aligned:
+        kernel = generator.choice((1, 3, 3, 3))
+        padding = generator.choice((0, kernel // 2))
+        spatial[-1] = -(-spatial[-1] // 8) * 8
     out_channels = generator.choice(CHANNELS)
     return Shape(
         precision=precision,
@@ -107,9 +116,9 @@ def _draw(generator: random.Random, precision: str, layout: str, axes: int) -> S
         batch=1 if small else generator.randint(2, 32),
         channels=generator.choice(CHANNELS),
         out_channels=out_channels,
-        spatial=tuple(generator.randint(low, high) for _ in range(axes)),
+        spatial=tuple(spatial),
         kernel_size=kernel,
-        padding=generator.randint(0, kernel - 1),
+        padding=padding,
         bias=generator.random() < 0.5,
         num_groups=generator.choice([g for g in (1, 2, 4, 8, 16) if out_channels % g == 0]),
         activation=generator.choice(("relu", "gelu", "silu")),
@@ -122,8 +131,10 @@ def shapes() -> list[Shape]:
     result: list[Shape] = []
     while len(result) < COUNT:
         index = len(result)
+        aligned = index % ALIGNED_EVERY == ALIGNED_EVERY - 1
         precision = ("tf32", "fp32", generator.choice(("fp16", "bf16")))[index % 3]
-        shape = _draw(generator, precision, LAYOUTS[index // 3 % 2], 2 + index // 6 % 2)
+        layout = "nchw" if aligned else LAYOUTS[index // 3 % 2]
+        shape = _draw(generator, precision, layout, 2 + index // 6 % 2, aligned)
         if shape.flops <= (3e10 if precision == "fp32" else 1e11) and shape not in result:
             result.append(shape)
     return result

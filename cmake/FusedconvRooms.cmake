@@ -1,7 +1,8 @@
 # A room is an object library and the files that bind it. Libraries know nothing of Python, so
 # modules for several Python versions share their objects.
 
-# fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file>... [ARCHITECTURES <architecture>...])
+# fusedconv_add_room(NAME <name> SOURCES <file>... BINDING <file>...
+#                    [ARCHITECTURES <architecture>...])
 # builds fusedconv_<name>, for all listed architectures unless given, and adds it to the module.
 function(fusedconv_add_room)
   cmake_parse_arguments(PARSE_ARGV 0 room "" "NAME" "SOURCES;BINDING;ARCHITECTURES")

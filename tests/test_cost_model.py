@@ -16,7 +16,7 @@ from fusedconv import hypothetical
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.device import KNOWN
 from fusedconv.kernels import torch as vendor
-from fusedconv.kernels.cuda.sm90 import COSTS, CutlassSm90
+from fusedconv.kernels.cuda.sm90 import CutlassSm90
 from fusedconv.models import SYSTEMS
 from fusedconv.problem import BackwardProblem, ForwardProblem
 from fusedconv.registry import registry
@@ -41,16 +41,17 @@ needs_hopper = pytest.mark.skipif(
 def test_problems_are_the_same_each_time_and_in_no_benchmark():
     shapes = model.shapes()
     assert shapes == model.shapes()
-    assert len(set(shapes)) == 120
+    assert len(set(shapes)) == 160
     benchmarks = {system.input_shape for system in SYSTEMS.values()}
     assert not {(s.batch, s.channels, *s.spatial) for s in shapes} & benchmarks
-    for half in (shapes[:60], shapes[60:]):
+    for half in model.halves(shapes):
         for precision in ("tf32", "fp32"):
-            assert sum(s.precision == precision for s in half) == 20
+            assert sum(s.precision == precision for s in half) >= 26
         assert {(s.layout, len(s.spatial)) for s in half} == {
             (layout, axes) for layout in ("nchw", "nhwc") for axes in (2, 3)
         }
         assert any(s.batch == 1 and max(s.spatial) < 64 for s in half)
+        assert sum(s.layout == "nchw" and s.spatial[-1] % 8 == 0 for s in half) >= 20
 
 
 def small(**changes):
@@ -95,10 +96,14 @@ def test_every_kernel_runs_on_random_tensors(changes):
 
 
 @needs_hopper
-def test_both_families_and_torch_compute_every_problem():
-    for shape in model.shapes():
-        providers = {kernel.provider for kernel in times.serving(shape.problem(), H200)}
-        assert providers == {"cutlass_sm80", "cutlass_sm90", "torch"}
+def test_both_families_and_torch_compute_the_problems():
+    """But a few of strict fp32, of which the stages of no Hopper row fit."""
+    served = [
+        {kernel.provider for kernel in times.serving(shape.problem(), H200)}
+        for shape in model.shapes()
+    ]
+    assert all({"cutlass_sm80", "torch"} <= providers for providers in served)
+    assert sum("cutlass_sm90" in providers for providers in served) >= len(served) - 3
 
 
 # ---- the fit -------------------------------------------------------------------------------------
@@ -112,13 +117,13 @@ def test_the_search_finds_a_minimum():
     assert model.nelder_mead(rosenbrock, (-1.2, 1.0), 0.5, 400) == pytest.approx([1, 1], abs=1e-3)
 
 
-def written(shapes, costs=COSTS, torchs=vendor.COSTS, noise=0.0) -> list[dict]:
+def written(shapes, costs=model.COSTS, torchs=vendor.COSTS, noise=0.0) -> list[dict]:
     """A file's problems, were the device what the models say with these constants."""
     generator = random.Random(0)
 
     def record(kernel, problem):
-        constants = torchs if kernel.provider == "torch" else costs
-        if isinstance(kernel, CutlassSm90) or kernel.provider == "torch":
+        constants = torchs if kernel.provider == "torch" else costs.get(type(kernel))
+        if constants is not None:
             time = kernel.estimate(problem, H200, constants)
         else:
             time = kernel.cost(problem, H200)
@@ -144,14 +149,16 @@ def forward(raw):
 
 @needs_hopper
 def test_the_fit_finds_what_the_times_came_from():
-    true = dataclasses.replace(
-        COSTS, step_tf32=2 * COSTS.step_tf32, gather=COSTS.gather / 2, iteration=0.9
+    old = model.COSTS[CutlassSm90]
+    new = dataclasses.replace(
+        old, step_tf32=2 * old.step_tf32, gather=old.gather / 2, iteration=0.9
     )
+    true = {**model.COSTS, CutlassSm90: new}
     problems = forward(written(model.shapes()[:30], true))
-    fitted = model.fit(problems, COSTS, 900)
-    assert model.loss(problems, fitted) < 0.5 * model.loss(problems, COSTS)
+    fitted = model.fit(problems, model.COSTS, 900)
+    assert model.loss(problems, fitted) < 0.5 * model.loss(problems, model.COSTS)
     assert model.share(problems, true) == 1.0
-    assert model.share(problems, fitted) == 1.0 > model.share(problems, COSTS)
+    assert model.share(problems, fitted) == 1.0 > model.share(problems, model.COSTS)
 
 
 def numbers(costs: vendor.CostConstants) -> list[float]:
@@ -197,10 +204,10 @@ def test_the_fit_of_torchs_operators_finds_what_the_times_came_from():
 @needs_hopper
 def test_the_share_counts_choices_by_their_times():
     (measured,) = model.load(written(model.shapes()[:1]), "forward", "call")
-    assert model.share([measured], COSTS) == 1.0
-    _, chosen = measured.choice(COSTS)
+    assert model.share([measured], model.COSTS) == 1.0
+    _, chosen = measured.choice(model.COSTS)
     slower = [(k, t * 2 if t == chosen else t) for k, t in measured.rows]
-    assert model.share([dataclasses.replace(measured, rows=slower)], COSTS) == 0.0
+    assert model.share([dataclasses.replace(measured, rows=slower)], model.COSTS) == 0.0
 
 
 @needs_hopper
@@ -246,7 +253,7 @@ def test_the_choice_is_good_on_measured_times(key, time, among):
     assert [model.Shape.of(record["shape"]) for record in raw] == model.shapes()
     _, other = model.halves(model.load(raw, key, time))
     measured = [each.compiled() for each in other] if among == "rows" else other
-    assert model.share(measured, COSTS) >= SHARE
+    assert model.share(measured, model.COSTS) >= SHARE
 
 
 def chosen_precision(shape) -> str:

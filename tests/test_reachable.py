@@ -56,15 +56,16 @@ def convolutions() -> Iterator[Problem]:
         DTYPES, LAYOUTS, CHANNELS, SIZES
     ):
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
-        yield asked_for(
-            precision,
-            layout,
-            8,
-            batch=batch,
-            channels=channels,
-            spatial=spatial,
-            conv=geometry_of(weight),
-        )
+        for padding in {0, kernel // 2}:
+            yield asked_for(
+                precision,
+                layout,
+                8,
+                batch=batch,
+                channels=channels,
+                spatial=spatial,
+                conv=geometry_of(weight, padding=(padding,) * len(spatial)),
+            )
 
 
 def normalisations() -> Iterator[Problem]:

@@ -86,15 +86,16 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   auto const* g = static_cast<T const*>(tensors.grad_output);
   auto* output = static_cast<T*>(tensors.grad_input);
   GradientAffine const affine = gradient_affine_of(p, tensors);
-  Split const split = split_gradients(p);
   dispatch_gradient_vector<T>(p, tensors, [&](auto vector) {
     constexpr int kVector = vector.value;
     if (p.input_layout == Layout::kChannelsLast) {
+      Split const split = split_gradients(p);
       RowMap const map = RowMap::of(p.channels, kVector);
       dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
       grad_of_rows<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
           x, g, output, affine, terms, p.pixels, split.size, split.count, map);
     } else {
+      Split const split = split_run(p.pixels, sizeof(T), 16 / sizeof(T), kRunBytes);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
       grad_of_planes<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
           x, g, output, affine, terms, p.pixels, split.size, split.count);

@@ -12,6 +12,11 @@ inline constexpr int kThreads = 256;
 inline constexpr int kLoads = 4;                   // 16-byte loads in flight per thread
 inline constexpr int64_t kSplitBytes = 128 << 10;  // of a run, per block
 
+// Of a plane, per block of a pass that reads and writes it. What all blocks have under way then
+// lies close together in memory, which is worth a third of the rate of blocks with runs of 128 KiB
+// (4.0 against 3.1 TB/s on an H200).
+inline constexpr int64_t kRunBytes = 8 << 10;
+
 // How a block covers a channels-last tensor: `columns` threads side by side, each kVector channels,
 // and `rows` rows of channels at a time.
 struct RowMap {

@@ -101,7 +101,7 @@ COSTS = CostConstants(
     norm={"nchw": OperatorCost(1.46, 0.0, 4.0), "nhwc": OperatorCost(2.53, 0.0, 14.5)},
     norm_backward={"nchw": OperatorCost(2.59, 0.0, 10.2), "nhwc": OperatorCost(3.68, 0.0, 24.2)},
     few_groups=3.458,
-    call=3.0,
+    call=4.5,
 )
 
 

@@ -69,7 +69,8 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
       for (float& value : row_tile) value = 0.0f;
     }
     wait_for(&full[cursor.stage], cursor.parity);
-    int const turn = __reduce_max_sync(~0u, turns[cursor.stage]);
+    // The lane that reads it is the one that releases the stage.
+    int const turn = __reduce_max_sync(~0u, lane == 0 ? turns[cursor.stage] : kNoTurn);
     if (turn == kNoTurn) return;
     // Beyond the last tile of a shared stage the last is computed once more, for nothing.
     int const own_index = p.streams_filter ? turn * kConsumers + consumer : turn;

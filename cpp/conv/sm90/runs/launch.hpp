@@ -28,9 +28,10 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   Params const p = Params::of(a);
-  // Whole sets of blocks, one for each 64 output channels.
+  // Whole sets of blocks, one for each 64 output channels. Few tiles spread over multiprocessors.
   int const sets = std::max(1, config.multiprocessors / s.blocks_n);
-  int const blocks = std::min(int(ceil_div(p.tile_count, kConsumers)), sets) * s.blocks_n;
+  int const turns = int(ceil_div(p.tile_count, s.streams_filter ? kConsumers : 1));
+  int const blocks = std::min(turns, sets) * s.blocks_n;
   auto const check = [&](char const* where, cudaError_t status) {
     if (status == cudaSuccess) return;
     ConvProblem const& c = config.problem;

@@ -185,7 +185,7 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         # It takes two blocks a multiprocessor to load the memory fully.
         busy = min(1.0, blocks / max(1, 2 * device.multiprocessors))
         passes = (5.0 if wants_input(problem) else 2.0) / busy
-        return _milliseconds(problem, device, 5, passes, 1.4 if planes else 2.2)
+        return _milliseconds(problem, device, 5, passes, 1.3 if planes else 1.8)
 
 
 class GroupNormBackwardStreamed(GroupNormBackward):
@@ -216,7 +216,7 @@ class GroupNormBackwardStreamed(GroupNormBackward):
             _merge(program, config, operands)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
-        return _milliseconds(problem, device, 7, 3.8, 2.8)
+        return _milliseconds(problem, device, 7, 3.5, 1.7)
 
 
 class GroupNormBackwardPlan(BackwardPlan):

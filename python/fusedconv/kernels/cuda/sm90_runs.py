@@ -38,21 +38,20 @@ _TAP_CYCLES = 64.0
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What ``RunsSm90.estimate`` multiplies, in cycles of a multiprocessor for each tile."""
+    """What ``RunsSm90.estimate`` multiplies, in cycles of a multiprocessor. Terms for the epilogue
+    and for a launch were fitted to 0."""
 
     #: The main loop over what the tensor cores alone would take.
     main_loop: float
-    #: Epilogue, as far as the main loops of other tiles do not hide it.
-    epilogue: float
-    #: A byte that lands in shared memory.
+    #: A byte that lands in shared memory, where the others wait for nothing.
     staged_byte: float
-    #: A launch: the filter's way into shared memory, the first tile's loads, the last epilogue.
-    launch: float
+    #: The same where all multiprocessors' bytes come from the L2 cache at once.
+    crowded_byte: float
 
 
-#: From times on an H200: system 1 in TF32 and bf16 (2.10 and 1.50 ms for its convolution), and
-#: system 2, whose streamed filter makes bytes the limit (1.07 and 0.70 ms).
-COSTS = CostConstants(main_loop=1.01, epilogue=3470.0, staged_byte=0.068, launch=8000.0)
+#: Fitted by ``benchmarks/cost_model.py`` to the times of every row, measured on an H200; the last is
+#: from system 2 on all of its multiprocessors, as its problems are smaller.
+COSTS = CostConstants(main_loop=0.7946, staged_byte=0.04124, crowded_byte=0.07)
 
 
 class RunsSm90(Sm90Kernel):
@@ -67,17 +66,19 @@ class RunsSm90(Sm90Kernel):
         config = self.config(problem, device)
         chunk = self._chunk(problem, config)
         taps = config.k_iterations * math.prod(problem.conv.kernel_size[-2:])
-        staged = config.box_bytes
+        sizes = [(t.strips * t.tiles, t.bytes) for t in config.tilings]
+        staged = sum(n * size for n, size in sizes) / sum(n for n, _ in sizes)
         if config.streams_filter:
             staged += config.filter_stage_bytes / _CONSUMERS
-        tile = max(
-            taps * _TAP_CYCLES * costs.main_loop + costs.epilogue,
-            config.k_iterations * staged * costs.staged_byte,
-        )
+        staged *= config.k_iterations
+        tile = max(taps * _TAP_CYCLES * costs.main_loop, staged * costs.staged_byte)
         sets = max(1, device.multiprocessors // config.blocks_n)
-        waves = math.ceil(math.ceil(chunk * config.tiles / _CONSUMERS) / sets)
+        # Tiles of a multiprocessor; where consumers share a ring, by as many as they are.
+        together = _CONSUMERS if config.streams_filter else 1
+        tiles = math.ceil(math.ceil(chunk * config.tiles / together) / sets) * together
         rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
-        cycles = (waves * _CONSUMERS * tile + costs.launch) * rounds
+        share = chunk * config.tiles * config.blocks_n / max(1, device.multiprocessors)
+        cycles = max(tiles * tile * rounds, share * staged * costs.crowded_byte)
         chunks = -(-problem.batch // chunk)
         size = problem.dtype.itemsize
         output = problem.output_elements * size

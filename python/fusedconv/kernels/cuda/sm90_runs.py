@@ -49,8 +49,8 @@ class CostConstants:
     crowded_byte: float
 
 
-#: Fitted by ``benchmarks/cost_model.py`` to the times of every row, measured on an H200; the last is
-#: from system 2 on all of its multiprocessors, as its problems are smaller.
+#: Fitted by ``benchmarks/cost_model.py`` to the times of every row, measured on an H200. The last
+#: is from system 2, which keeps all multiprocessors busy.
 COSTS = CostConstants(main_loop=0.7946, staged_byte=0.04124, crowded_byte=0.07)
 
 

@@ -358,7 +358,6 @@ def test_non_contiguous_inputs(view, eager_precision):
 
 
 @pytest.mark.usefixtures("ours")
-@pytest.mark.usefixtures("ours")
 def test_weights_change_between_calls():
     """A filter packed once and kept would show here, also behind ``.data``."""
     model = fusedconv.ModelNew(16, 16, 3, 1, 4, 4).cuda()
@@ -380,7 +379,8 @@ def test_repetitions_are_bit_identical_and_chunks_do_not_matter(monkeypatch):
         for _ in range(20):
             assert torch.equal(model(x), first)
         for provider in (sm80, sm90, sm90_runs):
-            monkeypatch.setattr(provider, "CHUNK_BYTES", 2 << 20)
+            # The last writes the output at once and has partial moments alone for scratch.
+            monkeypatch.setattr(provider, "CHUNK_BYTES", 2 << (4 if provider is sm90_runs else 20))
         fusedconv.clear_cache()
         assert torch.equal(model(x), first)
 

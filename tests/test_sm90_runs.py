@@ -166,10 +166,29 @@ def test_shared_memory_holds_filter_and_rings(row):
             held = made.stages * (CONSUMERS * box + filter_stage)
         else:
             held = steps * 2048 + CONSUMERS * made.stages * box
+        # Where a filter leaves too little room to stay, tiles would hold few positions.
+        if min(output[1:]) >= 32 and made.streams_filter:
+            assert output[1] * output[2] > 0.5 * 128 * made.tiles
         assert HEADER + held + MOMENTS <= made.shared_bytes <= H200.shared_bytes
         assert 2 <= made.stages <= 8
     assert served > 50
     assert streamed > 5
+
+
+@pytest.mark.parametrize(
+    ("math_name", "channels", "streams"),
+    [("tf32", 64, False), ("tf32", 80, True), ("bf16", 128, False), ("bf16", 160, True)],
+)
+def test_a_filter_that_would_crowd_out_the_lines_is_streamed(math_name, channels, streams):
+    made = config(
+        row_of(math_name, (2, 0)),
+        channels=channels,
+        output=(1, 256, 256),
+        input=(1, 256, 256),
+        lower=(0, 2),
+    )
+    assert made.streams_filter == streams
+    assert made.tiles < 1.1 * 256 * 256 / 128
 
 
 def test_refusals_say_why():

@@ -23,7 +23,7 @@ void bind_sm90_runs(py::module_& room) {
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Tiling>(m, "Tiling", "Tiles of one shape.")
       .def_readonly("strips", &Tiling::strips)
-      .def_readonly("quads", &Tiling::quads, "Of a tile's row.")
+      .def_readonly("quads", &Tiling::quads, "Of a strip's row.")
       .def_readonly("tile_quads", &Tiling::tile_quads, "Neighbours in a strip, row after row.")
       .def_readonly("column0", &Tiling::column0)
       .def_readonly("tiles", &Tiling::tiles, "Of a strip, in a slice.")

@@ -15,6 +15,7 @@ using device::Pack;
 
 // Block (split, plane): one channel of one sample is contiguous. Vectors begin at multiples of
 // their size in the tensor, wherever the plane does; elements before and behind them go one by one.
+// The output may be the input: each element is read by the thread that writes it, before it does.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,

@@ -47,6 +47,9 @@ template <class Pixels>
 void launch_merge_moments(GroupNormProblem const& problem, int tiles, Pixels const& pixels,
                           groupnorm::Partial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
+  int64_t const parts = tiles * problem.channels_per_group();
+  FUSEDCONV_CHECK(parts <= 0x7fffffff - kMergeThreads, "sm90 merge_moments: tiles x channels of a ",
+                  "group: got ", parts);
   MergeParams const p{.channels_per_group = cutlass::FastDivmod(int(problem.channels_per_group())),
                       .tiles = tiles,
                       .channels = int(problem.channels),

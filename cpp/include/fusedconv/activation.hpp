@@ -216,7 +216,8 @@ struct Gelu {
     return fmaf(-a, device::quick_exp2(h), device::maximum(x, 0.0f));
   }
   // The slope at -a is (c - a) 2^P(a), where it is zero at -c: P, a polynomial of degree five with
-  // the least maximum error (Lawson's weights), keeps the result within 5.3e-6 of the erf form.
+  // the least maximum error (Lawson's weights), keeps the result within 5.3e-6 of the erf form. At
+  // infinity, where the erf form and PyTorch have NaN, it is 0 or 1.
   __device__ __forceinline__ static float quick_slope(float x) {
     float const a = device::minimum(fabsf(x), 14.0f);
     float h = -7.988508e-04f;

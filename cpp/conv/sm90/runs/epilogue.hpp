@@ -1,6 +1,7 @@
-// What becomes of a warpgroup's accumulators, which hold the bias already. A lane has of its quad
-// of positions two channels of every eight. Of two channels at a time:
-// 1. The activation is applied.
+// What becomes of a warpgroup's accumulators. A lane has of its quad of positions two channels of
+// every eight. Of two channels at a time:
+// 1. The bias is added and the activation applied. Accumulators that began as the bias would lose
+//    what the tensor cores drop of sums that are small beside it.
 // 2. The values, before or after it, are stored: lanes of a channel side by side, a quad each.
 // 3. Those that are pixels enter sums about a shift that is one of the values.
 // Then lanes exchange sums until each has those of two channels over the warp, and the four warps

@@ -1,7 +1,6 @@
-// The convolution with positions from registers: three consumer warpgroups, each with tiles and a
-// ring of its own and a producer warp for it, or where the filter does not fit, one ring for all.
-// While one is in its epilogue the others multiply, without
-// taking turns.
+// The convolution with positions from registers: three consumer warpgroups with tiles of their own.
+// Each has a ring and a producer warp; where the filter passes through the stages, all share one.
+// While one is in its epilogue the others multiply, without taking turns.
 #pragma once
 
 #include <cuda.h>

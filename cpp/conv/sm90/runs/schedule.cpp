@@ -13,6 +13,9 @@ constexpr int kFewestStages = 2;
 constexpr int kWantedStages = 3;
 // Of a shared ring, whose consumers are in different places of it.
 constexpr int kWantedSharedStages = 4;
+// How much more a filter that stays may cost than one that streams, whose bytes come again with
+// every tile.
+constexpr double kWorthStaying = 1.25;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -48,8 +51,9 @@ Tiling tiling_of(ConvProblem const& p, Math math, Window const& window, int stri
   return t;
 }
 
-// Chooses the width of strips: as few tiles as may be, for boxes that are not much larger.
-bool lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window, int limit) {
+// Chooses the width of strips: as few tiles as may be, for boxes that are not much larger. Returns
+// what a slice costs, in tiles; 0 where no tiles fit.
+double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window, int limit) {
   int const quads = int(ceil_div(p.q, kQuad));
   int const unit = 16 / traits_of(math).element_bytes();
   double best = 0.0;
@@ -74,7 +78,7 @@ bool lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window,
     best = cost;
     s.tilings = tilings;
   }
-  if (best == 0.0) return false;
+  if (best == 0.0) return best;
   s.slice_tiles = 0;
   int largest = 0;
   for (Tiling const& t : s.tilings) {
@@ -82,22 +86,28 @@ bool lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window,
     largest = std::max(largest, t.bytes);
   }
   s.box_bytes = int(round_up(largest, 128));  // boxes begin where copies may land
-  return true;
+  return best;
 }
 
-// Fits rings and filter into what shared memory has.
-bool fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, int64_t shared) {
+// Fits rings and filter into what shared memory has, with fewer stages where not all find room.
+// Returns what lay_out() does.
+double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, int64_t shared) {
   int64_t const left = shared - kHeaderBytes -
                        int64_t(kConsumers) * 4 * kMomentFloats * int64_t(sizeof(float)) -
                        (s.streams_filter ? 0 : s.block_filter_bytes());
   int64_t const beside = s.streams_filter ? s.filter_stage_bytes : 0;  // the boxes of a stage
   int const wanted = s.streams_filter ? kWantedSharedStages : kWantedStages;
-  int64_t const limit = (left / wanted - beside) / kConsumers / 128 * 128;
-  if (limit <= 0 || !lay_out(s, p, math, window, int(limit))) return false;
-  int64_t const stage = kConsumers * s.box_bytes + beside;
-  s.stages = int(std::min<int64_t>(kMaxStages, left / stage));
-  s.shared_bytes = int(shared - left + s.stages * stage);
-  return s.stages >= kFewestStages;
+  for (int stages = wanted; stages >= kFewestStages; --stages) {
+    int64_t const limit = (left / stages - beside) / kConsumers / 128 * 128;
+    if (limit <= 0) continue;
+    if (double const cost = lay_out(s, p, math, window, int(limit)); cost > 0.0) {
+      int64_t const stage = kConsumers * s.box_bytes + beside;
+      s.stages = int(std::min<int64_t>(kMaxStages, left / stage));
+      s.shared_bytes = int(shared - left + s.stages * stage);
+      return cost;
+    }
+  }
+  return 0.0;
 }
 
 }  // namespace
@@ -134,14 +144,16 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
   if (s.k_iterations % 2 == 1 && p.r % 2 == 1) ++s.k_iterations;
   s.blocks_n = int(ceil_div(p.k, kBlockN));
   s.filter_stage_bytes = p.r * p.s * kTapBytes;
-  if (!fit(s, p, math, window, device.shared_bytes)) {
-    s.streams_filter = true;
-    if (!fit(s, p, math, window, device.shared_bytes)) {
-      return refused(detail::join("stages of its pipeline, with ", s.filter_stage_bytes,
-                                  " bytes of the filter each, exceed the shared memory of a ",
-                                  "multiprocessor"));
-    }
+  Schedule streamed = s;
+  streamed.streams_filter = true;
+  double const staying = fit(s, p, math, window, device.shared_bytes);
+  double const streaming = fit(streamed, p, math, window, device.shared_bytes);
+  if (staying == 0.0 && streaming == 0.0) {
+    return refused(detail::join("two stages of its pipeline, with ", s.filter_stage_bytes,
+                                " bytes of the filter each, exceed the shared memory of a ",
+                                "multiprocessor"));
   }
+  if (staying == 0.0 || (streaming > 0.0 && staying > kWorthStaying * streaming)) s = streamed;
   int64_t const tiles = int64_t(p.z) * s.slice_tiles;
   if (tiles >= int64_t(1) << 30) return refused(detail::join("a sample has ", tiles, " tiles"));
   s.tiles = int(tiles);

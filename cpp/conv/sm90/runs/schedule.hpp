@@ -27,7 +27,7 @@ inline constexpr int kTapBytes = kBlockN * kKBlockBytes;
 inline constexpr int kQuad = 4;        // columns
 inline constexpr int kTileQuads = 32;  // a warpgroup's: 128 positions
 inline constexpr int kMostStripQuads = 18;
-inline constexpr int kConsumers = 3;  // warpgroups, each with tiles and a ring of its own
+inline constexpr int kConsumers = 3;  // warpgroups, each with tiles of its own
 inline constexpr int kMaxStages = 8;  // of a ring
 inline constexpr int kMaxWindow = 3;  // columns of a filter
 // Shares of shared memory, in this order: barriers and the bias, then filter, rings, moments.

@@ -2,8 +2,8 @@
 
 NCHW in, NCHW out: lines land in shared memory as they lie, a filter tap is a shift among registers,
 and the epilogue adds the bias, activates, stores in the tensor's own order and reduces the moments
-of GroupNorm. What normalises goes over the output in place. A row is a filter's reach to either
-side of a column.
+of GroupNorm. What normalises goes over the output in place, unless a saved convolution output or
+another dtype asks for a second tensor. A row is a filter's reach to either side of a column.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
+#: Tiles of a launch, which are counted in 32 bits.
+MOST_TILES = 1 << 30
 
 #: Consumer warpgroups of a block, each with tiles of its own.
 _CONSUMERS = 3
@@ -98,7 +100,8 @@ class RunsSm90(Sm90Kernel):
         scratch = config.partial_bytes_per_sample if problem.norm is not None else 0
         if _goes_through_scratch(problem):
             scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
-        return equal_chunk(problem.batch, CHUNK_BYTES // max(1, scratch))
+        most = min(CHUNK_BYTES // max(1, scratch), (MOST_TILES - 1) // config.tiles)
+        return equal_chunk(problem.batch, most)
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)

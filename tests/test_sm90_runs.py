@@ -170,7 +170,8 @@ def test_shared_memory_holds_filter_and_rings(row):
         if min(output[1:]) >= 32 and made.streams_filter:
             assert output[1] * output[2] > 0.5 * 128 * made.tiles
         assert HEADER + held + MOMENTS <= made.shared_bytes <= H200.shared_bytes
-        assert 2 <= made.stages <= 8
+        # With one filter row a stage, two of a shared ring would wait for each other.
+        assert (3 if made.streams_filter and taps[1] == 1 else 2) <= made.stages <= 8
     assert served > 50
     assert streamed > 5
 

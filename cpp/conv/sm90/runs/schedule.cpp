@@ -16,6 +16,8 @@ constexpr int kWantedSharedStages = 4;
 // How much more a filter that stays may cost than one that streams, whose bytes come again with
 // every tile.
 constexpr double kWorthStaying = 1.25;
+// What a stage less than wanted costs, of all.
+constexpr double kMissingStage = 0.2;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -89,25 +91,32 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
   return best;
 }
 
-// Fits rings and filter into what shared memory has, with fewer stages where not all find room.
-// Returns what lay_out() does.
+// Fits rings and filter into what shared memory has. Fewer stages make room for larger boxes, where
+// those are worth it. Returns what lay_out() does, and more for each stage that is missing.
 double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, int64_t shared) {
   int64_t const left = shared - kHeaderBytes -
                        int64_t(kConsumers) * 4 * kMomentFloats * int64_t(sizeof(float)) -
                        (s.streams_filter ? 0 : s.block_filter_bytes());
   int64_t const beside = s.streams_filter ? s.filter_stage_bytes : 0;  // the boxes of a stage
   int const wanted = s.streams_filter ? kWantedSharedStages : kWantedStages;
-  for (int stages = wanted; stages >= kFewestStages; --stages) {
+  // A consumer waits for its next stage before it releases the one before the present. Where a
+  // stage is a single filter row, those must be two different ones.
+  int const fewest = kFewestStages + (s.streams_filter && p.r == 1 ? 1 : 0);
+  double best = 0.0;
+  for (int stages = wanted; stages >= fewest; --stages) {
     int64_t const limit = (left / stages - beside) / kConsumers / 128 * 128;
     if (limit <= 0) continue;
-    if (double const cost = lay_out(s, p, math, window, int(limit)); cost > 0.0) {
-      int64_t const stage = kConsumers * s.box_bytes + beside;
-      s.stages = int(std::min<int64_t>(kMaxStages, left / stage));
-      s.shared_bytes = int(shared - left + s.stages * stage);
-      return cost;
-    }
+    Schedule candidate = s;
+    double const cost =
+        lay_out(candidate, p, math, window, int(limit)) * (1.0 + kMissingStage * (wanted - stages));
+    if (cost == 0.0 || (best > 0.0 && cost >= best)) continue;
+    int64_t const stage = kConsumers * candidate.box_bytes + beside;
+    candidate.stages = int(std::min<int64_t>(kMaxStages, left / stage));
+    candidate.shared_bytes = int(shared - left + candidate.stages * stage);
+    best = cost;
+    s = candidate;
   }
-  return 0.0;
+  return best;
 }
 
 }  // namespace

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import random
 from typing import Any
 
 import pytest
 import torch
-from gpu_checks import bound, poison, round_to_tf32
+from gpu_checks import bound, fused_against_fp64, poison, round_to_tf32
 from reference import ACTIVATIONS, TORCH_SCRIPTS, channels_last, relative_error
-from reference import conv_transpose_act_norm as composition
 from torch import nn
 from torch.nn import functional as F
 
@@ -183,47 +181,8 @@ def test_random_shapes_on_sm90(sharing, precision, monkeypatch, eager_precision)
         if served == RANDOM_PROBLEMS:
             break
         case = random_problem(generator)
-        x = torch.randn(case["batch"], case["channels"], *case["spatial"], device="cuda").to(dtype)
-        if case["layout"] == "nhwc":
-            x = channels_last(x)
-        weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
-        weight = (weight / (case["channels"] * math.prod(case["kernel"])) ** 0.5).to(dtype)
-        bias = torch.randn(case["out"], device="cuda").to(dtype) if case["bias"] else None
-        scale, shift = (torch.randn(case["out"], device="cuda").to(dtype) for _ in range(2))
-
-        keywords = dict(
-            padding=case["padding"],
-            dilation=case["dilation"],
-            activation=case["activation"],
-            num_groups=case["groups"],
-        )
-
-        def run(x, weight, bias, scale, shift, keywords=keywords):
-            return composition(x, weight, bias, norm_weight=scale, norm_bias=shift, **keywords)
-
-        poison()
-        try:
-            actual = conv_transpose_act_norm(
-                x,
-                weight,
-                bias,
-                norm_weight=scale,
-                norm_bias=shift,
-                precision=precision if dtype is torch.float32 else None,
-                **keywords,
-            )
-        except fusedconv.NoKernelError:
-            continue  # the row's filter or stages do not fit; other problems follow
-        served += 1
-        tensors = (x, weight, bias, scale, shift)
-        wide = [None if t is None else t.double() for t in tensors]
-        reference = run(*wide)
-        eager_error = relative_error(run(*tensors), reference)
-        if precision == "tf32":
-            rounded = [round_to_tf32(x).double(), round_to_tf32(weight).double(), *wide[2:]]
-            eager_error = max(eager_error, relative_error(run(*rounded), reference))
-        error = relative_error(actual, reference)
-        assert error <= bound(eager_error, precision), (case, error, eager_error)
+        # Where it does not serve one, the filter or a stage does not fit; other problems follow.
+        served += fused_against_fp64(case, dtype, precision)
     assert served == RANDOM_PROBLEMS
 
 

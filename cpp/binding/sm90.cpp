@@ -52,12 +52,6 @@ void bind_config(py::module_& m) {
 
 void bind_steps(py::module_& m) {
   bind_shared_steps<Config>(m);
-  py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
-      m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
-      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
-           py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
-           py::arg("partials"));
   py::class_<Finalize, Step, std::shared_ptr<Finalize>>(
       m, "Finalize", "The convolution's output to a tensor's order, normalised on the way.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,

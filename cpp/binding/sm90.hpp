@@ -13,12 +13,19 @@ void bind_sm90_runs(py::module_& room);
 template <class Config>
 void bind_shared_steps(py::module_& m) {
   using Pack = conv::sm90::PackFilter<Config>;
+  using Convolve = conv::sm90::Convolve<Config>;
   using Merge = conv::sm90::MergeMoments<Config>;
   py::class_<Pack, Step, std::shared_ptr<Pack>>(
       m, "PackFilter", "A weight to the order in which the convolution consumes it.")
       .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
            py::arg("filter"));
+  py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
+      m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
+      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
+           py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
+           py::arg("partials"));
   py::class_<Merge, Step, std::shared_ptr<Merge>>(
       m, "MergeMoments", "Partial moments to statistics by sample and group.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),

@@ -5,7 +5,7 @@
 
 #include "binding/binding.hpp"
 #include "binding/sm90.hpp"
-#include "conv/sm90/runs/steps.hpp"
+#include "conv/sm90/runs/passes.hpp"
 
 namespace fusedconv::binding {
 
@@ -57,12 +57,6 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(m);
-  py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
-      m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
-      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
-           py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
-           py::arg("partials"));
 }
 
 }  // namespace fusedconv::binding

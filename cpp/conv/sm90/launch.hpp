@@ -30,20 +30,12 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   Params const p = Params::of(a);
   int const blocks = std::min(p.tile_count, config.multiprocessors);
   int const shared_bytes = config.schedule.shared_bytes;
-  auto const check = [&](char const* where, cudaError_t status) {
-    if (status == cudaSuccess) return;
-    ConvProblem const& c = config.problem;
-    throw KernelFailure(detail::join(
-        config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-        cudaGetErrorString(status), ") for N=", a.batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x",
-        c.h, "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
-        shared_bytes, " bytes of shared memory"));
-  };
-  check("cudaFuncSetAttribute",
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  check_launch(
+      a, "cudaFuncSetAttribute",
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   CUtensorMap const map = config.schedule.tma ? input_map(a) : CUtensorMap{};
   kernel<<<blocks, kThreads, shared_bytes, stream>>>(p, map);
-  check("launch", cudaGetLastError());
+  check_launch(a, "launch", cudaGetLastError());
 }
 
 template <Math kMath, Sharing kSharing>

@@ -48,8 +48,9 @@ void launch_merge_moments(GroupNormProblem const& problem, int tiles, Pixels con
                           groupnorm::Partial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
   int64_t const parts = tiles * problem.channels_per_group();
-  FUSEDCONV_CHECK(parts <= 0x7fffffff - kMergeThreads, "sm90 merge_moments: tiles x channels of a ",
-                  "group: got ", parts);
+  FUSEDCONV_CHECK(parts <= 0x7fffffff - kMergeThreads,
+                  "sm90 merge_moments: tiles x channels of a group: got ", parts,
+                  ", expected at most ", 0x7fffffff - kMergeThreads);
   MergeParams const p{.channels_per_group = cutlass::FastDivmod(int(problem.channels_per_group())),
                       .tiles = tiles,
                       .channels = int(problem.channels),

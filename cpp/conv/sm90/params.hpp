@@ -6,10 +6,9 @@
 
 #include "conv/sm90/raster.hpp"
 #include "conv/sm90/rows.hpp"
-#include "cutlass/arch/barrier.h"
+#include "conv/sm90/wait.hpp"
 #include "cutlass/fast_math.h"
 #include "fusedconv/activation.hpp"
-#include "fusedconv/check.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/statistics.hpp"
 
@@ -100,10 +99,7 @@ inline Params Params::of(Arguments const& a) {
   p.filter_stage_bytes = s.filter_stage_bytes;
   p.input_stage_bytes = s.input_stage_bytes;
   p.kept_filter_bytes = config.tile().keeps_filter() ? int(s.filter_bytes) : 0;
-  int64_t const tiles = int64_t(a.batch) * config.tiles();
-  FUSEDCONV_CHECK(tiles < (int64_t(1) << 30), "sm90 convolve: N=", a.batch, " C=", c.c, " K=", c.k,
-                  " makes ", tiles, " tiles");
-  p.tile_count = int(tiles);
+  p.tile_count = counted_tiles(a, config.tiles());
   p.blocks_m = int(ceil_div(c.k, kBlockM));
   p.tiles_n = cutlass::FastDivmod(s.tiles_n);
   p.tiles_m = cutlass::FastDivmod(s.tiles_m);
@@ -131,11 +127,5 @@ struct alignas(16) Barriers {
   uint64_t filter;
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
-
-// As device::wait(), but with its loop inside one block of assembly: a loop of the compiler's
-// changes how ptxas allots registers, which are scarce here.
-__device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parity) {
-  cutlass::arch::ClusterBarrier::wait(barrier, parity);
-}
 
 }  // namespace fusedconv::conv::sm90

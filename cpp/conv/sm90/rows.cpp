@@ -1,5 +1,7 @@
 #include "conv/sm90/rows.hpp"
 
+#include "fusedconv/check.hpp"
+
 namespace fusedconv::conv::sm90 {
 
 std::vector<Row> const& rows() {
@@ -21,5 +23,12 @@ Config::Config(Row const& row, ConvProblem const& problem, Layout layout, bool a
       layout(layout),
       multiprocessors(device.multiprocessors),
       schedule(schedule_of(problem, row.tile, layout, aligned, device)) {}
+
+std::string Config::reads() const {
+  std::string result =
+      detail::join(name_of(layout), ", ", schedule.tma ? "TMA" : "loads by element");
+  if (schedule.strips > 1) result += detail::join(", ", schedule.strips, " strips");
+  return result;
+}
 
 }  // namespace fusedconv::conv::sm90

@@ -8,15 +8,18 @@
 #include <vector>
 
 #include "conv/problem.hpp"
+#include "conv/sm90/arguments.hpp"
 #include "conv/sm90/schedule.hpp"
-#include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/statistics.hpp"
 
 namespace fusedconv::conv::sm90 {
 
-struct Arguments;
+struct Config;
+// The output is in the order of the kernel's accumulators, for finalize(): its stores are whole
+// cache lines whatever the tensor's layout and row length.
+using Arguments = ConvolveArguments<Config>;
 
 // One compiled kernel.
 struct Row {
@@ -48,6 +51,8 @@ struct Config {
 
   TileShape const& tile() const { return row->tile; }
   MathTraits const& traits() const { return row->tile.traits(); }
+  // How the input is read, for a person.
+  std::string reads() const;
   // Of a sample.
   int tiles() const { return schedule.strips * schedule.tiles_n * schedule.tiles_m; }
   int taps_per_stage() const {
@@ -60,21 +65,6 @@ struct Config {
   int64_t partial_bytes_per_sample() const {
     return int64_t(schedule.warpgroup_tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
   }
-};
-
-// One launch of a row's kernel.
-struct Arguments {
-  Config const& config;
-  int batch = 0;
-  Activation activation = Activation::kIdentity;
-  bool activates_output = true;  // else only the moments are of activated values
-  void const* input = nullptr;
-  void const* filter = nullptr;  // packed by pack_filter()
-  void const* bias = nullptr;    // [K] of the tensors' type, or null
-  // In the order of the kernel's accumulators, for finalize(): its stores are whole cache lines
-  // whatever the tensor's layout and row length.
-  void* output = nullptr;
-  groupnorm::Partial* partials = nullptr;  // [N, warpgroup_tiles, K]; or null
 };
 
 }  // namespace fusedconv::conv::sm90

@@ -1,5 +1,6 @@
 // Steps that both kinds of Hopper convolutions have. Config is one of theirs: it has a row with a
-// name, a problem, a schedule and traits(), and its namespace pack_filter() and merge_moments().
+// name and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter()
+// and merge_moments().
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,11 @@
 
 #include "conv/problem.hpp"
 #include "conv/sm90/passes.hpp"
+#include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "fusedconv/types.hpp"
+#include "groupnorm/describe.hpp"
 #include "program/step.hpp"
 
 namespace fusedconv::conv::sm90 {
@@ -82,6 +85,51 @@ class PackFilter final : public Step {
   Config config_;
   FilterSource source_;
   Operand weight_, filter_;
+};
+
+// Convolution, bias, activation, and by tile and channel the moments of activated values. Without
+// activates_output it is stored before the activation. bias and partials may be absent.
+template <class Config>
+class Convolve final : public Step {
+ public:
+  Convolve(Config const& config, Activation activation, bool activates_output, Operand input,
+           Operand filter, Operand bias, Operand output, Operand partials)
+      : config_(served(config)),
+        activation_(activation),
+        activates_output_(activates_output),
+        input_(input),
+        filter_(filter),
+        bias_(bias),
+        output_(output),
+        partials_(partials) {}
+
+  std::string describe() const override {
+    return groupnorm::join_parts(
+        " + ",
+        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
+         groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
+  }
+  std::vector<Operand> operands() const override {
+    return {input_, filter_, bias_, output_, partials_};
+  }
+  void run(RunContext const& context, void*) const override {
+    config_.row->launch({.config = config_,
+                         .batch = int(context.samples),
+                         .activation = activation_,
+                         .activates_output = activates_output_,
+                         .input = context.at(input_),
+                         .filter = context.at(filter_),
+                         .bias = context.at(bias_),
+                         .output = context.at(output_),
+                         .partials = context.at<groupnorm::Partial>(partials_)},
+                        context.stream);
+  }
+
+ private:
+  Config config_;
+  Activation activation_;
+  bool activates_output_;
+  Operand input_, filter_, bias_, output_, partials_;
 };
 
 // problem.batch is the run's. mean and rstd may be absent.

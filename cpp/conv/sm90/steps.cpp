@@ -5,43 +5,6 @@
 #include "groupnorm/describe.hpp"
 
 namespace fusedconv::conv::sm90 {
-Convolve::Convolve(Config const& config, Activation activation, bool activates_output,
-                   Operand input, Operand filter, Operand bias, Operand output, Operand partials)
-    : config_(served(config)),
-      activation_(activation),
-      activates_output_(activates_output),
-      input_(input),
-      filter_(filter),
-      bias_(bias),
-      output_(output),
-      partials_(partials) {}
-
-std::string Convolve::describe() const {
-  Schedule const& s = config_.schedule;
-  std::string result = detail::join(config_.row->name, " (", name_of(config_.layout), ", ",
-                                    s.tma ? "TMA" : "loads by element");
-  if (s.strips > 1) result += detail::join(", ", s.strips, " strips");
-  return groupnorm::join_parts(
-      " + ", {result + ")", bias_.present() ? "bias" : "", groupnorm::step_name(activation_),
-              partials_.present() ? "moments" : ""});
-}
-
-std::vector<Operand> Convolve::operands() const {
-  return {input_, filter_, bias_, output_, partials_};
-}
-
-void Convolve::run(RunContext const& context, void*) const {
-  config_.row->launch({.config = config_,
-                       .batch = int(context.samples),
-                       .activation = activation_,
-                       .activates_output = activates_output_,
-                       .input = context.at(input_),
-                       .filter = context.at(filter_),
-                       .bias = context.at(bias_),
-                       .output = context.at(output_),
-                       .partials = context.at<groupnorm::Partial>(partials_)},
-                      context.stream);
-}
 
 Finalize::Finalize(Config const& config, GroupNormProblem const& problem, Operand input,
                    Operand statistics, Operand weight, Operand bias, Operand output,

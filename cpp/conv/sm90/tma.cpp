@@ -35,7 +35,7 @@ CUtensorMapDataType data_type(Math math) {
 
 }  // namespace
 
-CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes,
+CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,
                        ConvProblem const& problem, int batch) {
   cuuint32_t const steps[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
@@ -44,10 +44,10 @@ CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes,
       axes.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    throw KernelFailure(detail::join(
-        "sm90 convolve: cuTensorMapEncodeTiled failed with ", int(status), " for N=", batch,
-        " C=", problem.c, " DHW=", problem.d, "x", problem.h, "x", problem.w, ", boxes of ",
-        axes.box[0], "x", axes.box[1], "x", axes.box[2], "x", axes.box[3]));
+    throw KernelFailure(detail::join(row, ": cuTensorMapEncodeTiled failed with ", int(status),
+                                     " for N=", batch, " C=", problem.c, " DHW=", problem.d, "x",
+                                     problem.h, "x", problem.w, ", boxes of ", axes.box[0], "x",
+                                     axes.box[1], "x", axes.box[2], "x", axes.box[3]));
   }
   return map;
 }
@@ -73,7 +73,7 @@ CUtensorMap input_map(Arguments const& a) {
     stride *= axes.extents[i];
     axes.strides[i] = stride;
   }
-  return encode_map(tile.math, a.input, axes, c, a.batch);
+  return encode_map(tile.math, a.input, axes, a.config.row->name, c, a.batch);
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <array>
+#include <string>
 
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
@@ -18,9 +19,9 @@ struct MapAxes {
   std::array<cuuint32_t, 5> box;
 };
 
-// Throws KernelFailure, which names the problem. Copies round to TF32 on the way where that is the
-// mode.
-CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes,
+// Throws KernelFailure, which names the row and the problem. Copies round to TF32 on the way where
+// that is the mode.
+CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,
                        ConvProblem const& problem, int batch);
 
 // The input as a tensor of five axes, for boxes of one row of a k-block.

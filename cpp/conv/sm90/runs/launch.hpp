@@ -32,20 +32,12 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   int const sets = std::max(1, config.multiprocessors / s.blocks_n);
   int const turns = int(ceil_div(p.tile_count, s.streams_filter ? kConsumers : 1));
   int const blocks = std::min(turns, sets) * s.blocks_n;
-  auto const check = [&](char const* where, cudaError_t status) {
-    if (status == cudaSuccess) return;
-    ConvProblem const& c = config.problem;
-    throw KernelFailure(detail::join(
-        config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-        cudaGetErrorString(status), ") for N=", a.batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x",
-        c.h, "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
-        s.shared_bytes, " bytes of shared memory"));
-  };
-  check("cudaFuncSetAttribute",
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes));
+  check_launch(
+      a, "cudaFuncSetAttribute",
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes));
   kernel<<<blocks, kThreads, s.shared_bytes, stream>>>(p, input_map(a, s.tilings[0]),
                                                        input_map(a, s.tilings[1]));
-  check("launch", cudaGetLastError());
+  check_launch(a, "launch", cudaGetLastError());
 }
 
 template <Math kMath, int kBefore, int kAfter>

@@ -5,9 +5,8 @@
 
 #include "conv/sm90/runs/raster.hpp"
 #include "conv/sm90/runs/rows.hpp"
-#include "cutlass/arch/barrier.h"
+#include "conv/sm90/wait.hpp"
 #include "cutlass/fast_math.h"
-#include "fusedconv/check.hpp"
 #include "groupnorm/statistics.hpp"
 
 namespace fusedconv::conv::sm90::runs {
@@ -55,10 +54,7 @@ inline Params Params::of(Arguments const& a) {
   p.streams_filter = s.streams_filter;
   p.box_bytes = s.box_bytes;
   p.filter_stage_bytes = s.filter_stage_bytes;
-  int64_t const tiles = int64_t(a.batch) * s.tiles;
-  FUSEDCONV_CHECK(tiles < (int64_t(1) << 30), "sm90 runs: N=", a.batch, " C=", c.c, " K=", c.k,
-                  " makes ", tiles, " tiles");
-  p.tile_count = int(tiles);
+  p.tile_count = counted_tiles(a, s.tiles);
   p.blocks_n = cutlass::FastDivmod(s.blocks_n);
   p.activates_output = a.activates_output;
   return p;
@@ -79,12 +75,6 @@ struct Header {
   alignas(16) float bias[kBlockN];
 };
 static_assert(sizeof(Header) <= kHeaderBytes);
-
-// With its loop inside one block of assembly: a loop of the compiler's changes how ptxas allots
-// registers, which are scarce here.
-__device__ __forceinline__ void wait_for(uint64_t const* barrier, uint32_t parity) {
-  cutlass::arch::ClusterBarrier::wait(barrier, parity);
-}
 
 // Where a consumer finds what it reads, and from a stage to the next: addresses in shared memory,
 // where header, filter, rings and moments follow each other. The stage of a shared ring holds the

@@ -8,15 +8,17 @@
 #include <vector>
 
 #include "conv/problem.hpp"
+#include "conv/sm90/arguments.hpp"
 #include "conv/sm90/runs/schedule.hpp"
-#include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/statistics.hpp"
 
 namespace fusedconv::conv::sm90::runs {
 
-struct Arguments;
+struct Config;
+// The output is [N, K, Z, P, Q].
+using Arguments = ConvolveArguments<Config>;
 
 // One compiled kernel for each activation.
 struct Row {
@@ -45,23 +47,12 @@ struct Config {
   Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned,
          Device const& device);
 
+  // How the input is read, for a person.
+  std::string reads() const { return "nchw, TMA"; }
   MathTraits const& traits() const { return traits_of(row->math); }
   int64_t partial_bytes_per_sample() const {
     return int64_t(schedule.tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
   }
-};
-
-// One launch of a row's kernel.
-struct Arguments {
-  Config const& config;
-  int batch = 0;
-  Activation activation = Activation::kIdentity;
-  bool activates_output = true;  // else only the moments are of activated values
-  void const* input = nullptr;
-  void const* filter = nullptr;            // packed by pack_filter()
-  void const* bias = nullptr;              // [K] of the tensors' type, or null
-  void* output = nullptr;                  // [N, K, Z, P, Q]
-  groupnorm::Partial* partials = nullptr;  // [N, tiles, K]; or null
 };
 
 }  // namespace fusedconv::conv::sm90::runs

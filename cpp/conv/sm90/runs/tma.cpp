@@ -16,7 +16,7 @@ CUtensorMap input_map(Arguments const& a, Tiling const& tiling) {
   axes.strides = {channel, line, plane, channel * channels};
   axes.box = {cuuint32_t(tiling.columns), cuuint32_t(kKBlockBytes / element),
               cuuint32_t(tiling.lines), 1, 1};
-  return encode_map(a.config.row->math, a.input, axes, c, a.batch);
+  return encode_map(a.config.row->math, a.input, axes, a.config.row->name, c, a.batch);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

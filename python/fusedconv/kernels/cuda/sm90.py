@@ -166,6 +166,54 @@ class Sm90Kernel(ForwardKernel):
         )
         return filter
 
+    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
+        """Appends the steps that pack the weight and convolve into ``output``: activated, or where
+        the problem saves, before the activation; where partial moments of activated values lie."""
+        filter = self.pack_filter(program, config)
+        partials = program.absent
+        if program.form.norm is not None:
+            partials = program.scratch(config.partial_bytes_per_sample)
+        program.compiled.per_chunk(
+            self.room.Convolve(
+                config,
+                activation=COMPILED[program.form.before],
+                activates_output=not program.problem.save,
+                input=program.input,
+                filter=filter,
+                bias=program.bias,
+                output=output,
+                partials=partials,
+            )
+        )
+        return partials
+
+    def statistics(self, program: ForwardProgram, config: Any, partials: Any) -> tuple[Any, Any]:
+        """Appends the step that merges partial moments, if any. What a pass behind takes: the
+        problem from the convolution's output on, and where statistics lie."""
+        problem, form = program.problem, program.form
+        # A saved convolution output is kept as it is before the activation, which then is applied
+        # once for the moments and once more behind them.
+        behind = form.before if problem.save else "identity"
+        norm = group_norm_problem(
+            problem,
+            ActNormAct(False, behind, form.norm, form.after),
+            input_layout=problem.output_layout,
+            output_layout=problem.output_layout,
+        )
+        statistics = program.statistics()
+        if form.norm is not None:
+            program.compiled.per_chunk(
+                self.room.MergeMoments(
+                    config,
+                    problem=norm,
+                    partials=partials,
+                    statistics=statistics,
+                    mean=program.mean,
+                    rstd=program.rstd,
+                )
+            )
+        return norm, statistics
+
 
 def only_phase(problem: ForwardProblem) -> Phase:
     """The one convolution that a supported problem lowers to."""
@@ -213,46 +261,10 @@ class CutlassSm90(Sm90Kernel):
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self._chunk(problem, config))
-        form, steps = program.form, program.compiled
-        # A saved convolution output is kept as it is before the activation, which then is applied
-        # once for the moments and once more behind them.
-        behind = form.before if problem.save else "identity"
-        norm = group_norm_problem(
-            problem,
-            ActNormAct(False, behind, form.norm, form.after),
-            input_layout=problem.output_layout,
-            output_layout=problem.output_layout,
-        )
-        filter = self.pack_filter(program, config)
         accumulators = program.scratch(config.output_bytes_per_sample)
-        statistics = program.statistics()
-        partials = program.absent
-        if form.norm is not None:
-            partials = program.scratch(config.partial_bytes_per_sample)
-        steps.per_chunk(
-            _C.sm90.Convolve(
-                config,
-                activation=COMPILED[form.before],
-                activates_output=not problem.save,
-                input=program.input,
-                filter=filter,
-                bias=program.bias,
-                output=accumulators,
-                partials=partials,
-            )
-        )
-        if form.norm is not None:
-            steps.per_chunk(
-                _C.sm90.MergeMoments(
-                    config,
-                    problem=norm,
-                    partials=partials,
-                    statistics=statistics,
-                    mean=program.mean,
-                    rstd=program.rstd,
-                )
-            )
-        steps.per_chunk(
+        partials = self.convolve(program, config, accumulators)
+        norm, statistics = self.statistics(program, config, partials)
+        program.compiled.per_chunk(
             _C.sm90.Finalize(
                 config,
                 problem=norm,

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
-from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -106,10 +104,6 @@ class RunsSm90(Sm90Kernel):
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self._chunk(problem, config))
-        form, steps = program.form, program.compiled
-        # A saved convolution output is kept as it is before the activation, which then is applied
-        # once for the moments and once more behind them.
-        behind = form.before if problem.save else "identity"
         if problem.save:
             output = program.conv_output
         elif _goes_through_scratch(problem):
@@ -117,52 +111,19 @@ class RunsSm90(Sm90Kernel):
             output = program.scratch(size)
         else:
             output = program.output
-        filter = self.pack_filter(program, config)
-        partials = program.absent
-        if form.norm is not None:
-            partials = program.scratch(config.partial_bytes_per_sample)
-        steps.per_chunk(
-            _C.sm90.runs.Convolve(
-                config,
-                activation=COMPILED[form.before],
-                activates_output=not problem.save,
-                input=program.input,
-                filter=filter,
-                bias=program.bias,
-                output=output,
-                partials=partials,
-            )
-        )
-        if not _passes(problem):
-            return program.plan(self.name)
-        norm = group_norm_problem(
-            problem,
-            ActNormAct(False, behind, form.norm, form.after),
-            input_layout=problem.output_layout,
-            output_layout=problem.output_layout,
-        )
-        statistics = program.statistics()
-        if form.norm is not None:
-            steps.per_chunk(
-                _C.sm90.runs.MergeMoments(
-                    config,
+        partials = self.convolve(program, config, output)
+        if _passes(problem):
+            norm, statistics = self.statistics(program, config, partials)
+            program.compiled.per_chunk(
+                _C.group_norm.Normalize(
                     problem=norm,
-                    partials=partials,
+                    input=output,
                     statistics=statistics,
-                    mean=program.mean,
-                    rstd=program.rstd,
+                    weight=program.norm_weight,
+                    bias=program.norm_bias,
+                    output=program.output,
                 )
             )
-        steps.per_chunk(
-            _C.group_norm.Normalize(
-                problem=norm,
-                input=output,
-                statistics=statistics,
-                weight=program.norm_weight,
-                bias=program.norm_bias,
-                output=program.output,
-            )
-        )
         return program.plan(self.name)
 
 

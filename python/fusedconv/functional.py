@@ -18,7 +18,6 @@ from fusedconv import ops, validation
 from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.arguments import choice, finite, integer, integers, tensor
 from fusedconv.kernels.torch import TorchPlan
-from fusedconv.plan import ForwardPlan
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
 from fusedconv.reference import compose, conv_transpose
@@ -72,6 +71,15 @@ def conv_transpose_act_norm(
             groups, dilation, activation=activation, order=order, num_groups=num_groups,
             norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision,
         )  # fmt: skip
+    arguments = (
+        stride, padding, output_padding, groups, dilation, activation, order, num_groups, eps,
+        precision,
+    )  # fmt: skip
+    seen = ops.recall(tensors, arguments)
+    if seen is not None:
+        if seen.save:
+            return ops.conv_transpose.direct(seen.plan, seen.template, *tensors)
+        return seen.plan.run(*tensors).output
     tensor("input", input)
     tensor("weight", weight)
     tensor("bias", bias, optional=True)
@@ -147,8 +155,11 @@ def conv_transpose_act_norm(
             and (not save or ops.torch_differentiates(plan, input.device))
         ):
             return compose(plan.problem, *tensors).output
+        template = ops.conv_transpose.template(call) if save else None
+        if not lowers:
+            ops.remember(tensors, arguments, plan, save, template)
         if save:
-            return ops.conv_transpose.direct(plan, call)
+            return ops.conv_transpose.direct(plan, template, *tensors)
         return run(plan, *tensors).output
     result: Tensor
     if _is_tracing():
@@ -207,15 +218,12 @@ def group_norm(
             group_norm, tensors, input, num_groups, weight, bias, eps, activation=activation,
             order=order,
         )  # fmt: skip
-    # A call seen before needs no check of its values, as their types are those that it had.
-    if type(num_groups) is int and type(eps) is float and type(order) is str:
-        name = "identity" if activation is None else activation
-        if type(name) is str and ops.goes_direct(input, tensors) and not _widens(input):
-            call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, None)
-            save = ops.any_requires_grad(tensors)
-            plan = ops.seen_group_norm_plan(call, save)
-            if plan is not None:
-                return _served_directly(plan, call, save)
+    arguments = (num_groups, activation, order, eps)
+    seen = ops.recall(tensors, arguments)
+    if seen is not None:
+        if seen.save:
+            return ops.group_norm.direct(seen.plan, seen.template, *tensors)
+        return seen.plan.run(input, None, None, weight, bias).output
     tensor("input", input)
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
@@ -229,7 +237,17 @@ def group_norm(
     call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
     if ops.goes_direct(input, tensors):
         save = ops.any_requires_grad(tensors)
-        return _served_directly(ops.group_norm_plan(call, save), call, save)
+        plan = ops.group_norm_plan(call, save)
+        if isinstance(plan, TorchPlan) and (
+            not save or ops.torch_differentiates(plan, input.device)
+        ):
+            return compose(plan.problem, input, None, None, weight, bias).output
+        template = call.without_tensors() if save else None
+        if output_dtype is None:
+            ops.remember(tensors, arguments, plan, save, template)
+        if save:
+            return ops.group_norm.direct(plan, template, *tensors)
+        return run(plan, input, None, None, weight, bias).output
     result: Tensor = torch.ops.fusedconv.group_norm(*call)[0]
     return result
 
@@ -241,16 +259,6 @@ def _widens(input: Tensor) -> bool:
         and torch.is_autocast_enabled("cuda")
         and input.dtype in (torch.float16, torch.bfloat16)
     )
-
-
-def _served_directly(plan: ForwardPlan, call: ops.NormCall, save: bool) -> Tensor:
-    if isinstance(plan, TorchPlan) and (
-        not save or ops.torch_differentiates(plan, call.input.device)
-    ):
-        return compose(plan.problem, call.input, None, None, call.weight, call.bias).output
-    if save:
-        return ops.group_norm.direct(plan, call)
-    return run(plan, call.input, None, None, call.weight, call.bias).output
 
 
 __all__ = ["conv_transpose_act_norm", "group_norm"]

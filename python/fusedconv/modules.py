@@ -53,7 +53,12 @@ class FusedConvTranspose(nn.Module):
 
     def _run(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Eager's way: fused where the children are torch's own, composed where they are not."""
-        conv, norm = self.conv_transpose, self.group_norm
+        conv: Any
+        norm: Any
+        try:  # where nn.Module keeps them, as it looks there last for an attribute
+            conv, norm = self._modules["conv_transpose"], self._modules["group_norm"]
+        except KeyError:
+            conv, norm = self.conv_transpose, self.group_norm
         reason = self._departure(conv, norm)
         if reason is not None:
             announce(self, reason, self._steps())
@@ -70,10 +75,12 @@ class FusedConvTranspose(nn.Module):
                 len(conv.kernel_size),
                 conv.dilation,
             )
+        weight, bias = _weight_and_bias(conv)
+        norm_weight, norm_bias = (None, None) if norm is None else _weight_and_bias(norm)
         return functional.conv_transpose_act_norm(
             input,
-            conv.weight,
-            conv.bias,
+            weight,
+            bias,
             conv.stride,
             conv.padding,
             output_padding,
@@ -82,8 +89,8 @@ class FusedConvTranspose(nn.Module):
             activation=self.activation,
             order=self.order,
             num_groups=None if norm is None else norm.num_groups,
-            norm_weight=None if norm is None else norm.weight,
-            norm_bias=None if norm is None else norm.bias,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
             eps=1e-5 if norm is None else norm.eps,
             precision=self.precision,
         )
@@ -156,6 +163,15 @@ class FusedConvTranspose(nn.Module):
         norm = (("group_norm", self.group_norm),) if self.group_norm is not None else ()
         after = norm + activation if self.order == "norm_act" else activation + norm
         return (("conv_transpose", self.conv_transpose), *after)
+
+
+def _weight_and_bias(child: Any) -> tuple[Any, Any]:
+    """A child's parameters, which torch.nn.utils.parametrize computes where they are read."""
+    own = child._parameters
+    try:
+        return own["weight"], own["bias"]
+    except KeyError:
+        return child.weight, child.bias
 
 
 def _check_activation(activation: str | None, order: str) -> None:
@@ -356,11 +372,12 @@ class GroupNorm(nn.GroupNorm):
                 self.order,
             )
         else:
+            weight, bias = _weight_and_bias(self)
             return functional.group_norm(
                 input,
                 self.num_groups,
-                self.weight,
-                self.bias,
+                weight,
+                bias,
                 self.eps,
                 activation=self.activation,
                 order=self.order,

@@ -38,9 +38,10 @@ from fusedconv.registry import FORCE_VARIABLE, Registry, registry
 
 logger = logging.getLogger("fusedconv")
 
-#: Entries of the plan cache, the least recently used out first. A call takes two: one under its
-#: arguments' metadata, one under its problem, which calls with other metadata may share. Entries
-#: of 0.6 to 8 KB were measured, so that the cache stays near 30 MB at most, whatever shapes come.
+#: Entries of the plan cache, the least recently used out first. A call takes three: one under its
+#: arguments' metadata, one by which it is known again, and one under its problem, which calls with
+#: other metadata may share. Entries of 0.6 to 8 KB were measured, so that the cache stays near 30
+#: MB at most, whatever shapes come.
 CACHE_ENTRIES = 4096
 
 
@@ -82,6 +83,9 @@ _tuned: dict[tuple[Problem, Device], tuple[str, ...]] = {}
 
 #: The plan of a call seen before, None otherwise.
 cached: Callable[[Hashable], Any] = _plans.get
+
+#: Keeps a plan, or what holds one, for ``cached``.
+keep: Callable[[Hashable, Any], None] = _plans.put
 
 
 def clear_cache() -> None:

@@ -11,9 +11,9 @@ from fusedconv.ops.planning import (
     NormCall,
     conv_plan,
     group_norm_plan,
-    seen_group_norm_plan,
     torch_differentiates,
 )
+from fusedconv.ops.seen import recall, remember
 
 flops.register()
 
@@ -27,6 +27,7 @@ __all__ = [
     "goes_direct",
     "group_norm",
     "group_norm_plan",
-    "seen_group_norm_plan",
+    "recall",
+    "remember",
     "torch_differentiates",
 ]

@@ -262,30 +262,29 @@ def direct_operator(
     given: Callable[..., Tensors],
     in_torch: Callable[[Any], Tensor],
     dispatched: Callable[..., Sequence[Tensor]],
-) -> Callable[[ForwardPlan, Any], Tensor]:
+) -> Callable[..., Tensor]:
     """An operator as autograd follows it without the dispatcher, for calls that ``goes_direct``
     finds nobody else to see: the dispatcher takes longer than a small tensor.
 
     ``names`` are the tensors of the operator's call, ``gradient_names`` what a problem calls their
     gradients, ``given(*tensors)`` what a plan takes. ``in_torch(call)`` is the output in torch's
     operators, for second derivatives; ``dispatched(grad, conv_output, mean, rstd, needs, call)``
-    are the gradients for a backward pass that somebody wants to see.
+    are the gradients for a backward pass that somebody wants to see. The result is called with a
+    plan, a call without its tensors, which autograd saves, and the tensors.
     """
-    absent: dict[str, Any] = dict.fromkeys(names)
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, plan: ForwardPlan, call: Any, *tensors: Tensor | None) -> Tensor:
+        def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
             outputs = run(plan, *given(*tensors))
             if outputs.conv_output is not None:
                 # Else writing to the output in place would change what is saved.
-                outputs = Outputs(*operator_outputs(call.input, outputs))
+                outputs = Outputs(*operator_outputs(tensors[0], outputs))
             output, conv_output, mean, rstd = outputs
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, conv_output, mean, rstd)
             ctx.plan = plan
-            # Without the tensors, which are saved.
-            ctx.call = call._replace(**absent)
+            ctx.template = template
             ctx.recording = record.current()
             return output
 
@@ -298,7 +297,7 @@ def direct_operator(
             needs = ctx.needs_input_grad[2:]
 
             def call(tensors: Sequence[Tensor | None]) -> Any:
-                return ctx.call._replace(**dict(zip(names, tensors, strict=True)))
+                return ctx.template._replace(**dict(zip(names, tensors, strict=True)))
 
             found: Sequence[Tensor | None]
             if differentiates_gradients(grad):
@@ -323,10 +322,7 @@ def direct_operator(
                 *(gradient if need else None for gradient, need in zip(found, needs, strict=True)),
             )
 
-    def direct(plan: ForwardPlan, call: Any) -> Tensor:
-        result: Tensor = Direct.apply(plan, call, *call.tensors)
-        return result
-
+    direct: Callable[..., Tensor] = Direct.apply
     return direct
 
 

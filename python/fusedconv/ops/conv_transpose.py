@@ -24,7 +24,6 @@ from fusedconv.ops.common import (
     register_gradients,
 )
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan
-from fusedconv.plan import ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.recording import record
 from fusedconv.selection import run
@@ -151,9 +150,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.saved = save
     ctx.save_for_backward(*call.tensors, conv_output, mean, rstd)
-    # Without the tensors, which are saved.
-    absent: dict[str, Any] = dict.fromkeys(_DIFFERENTIABLE)
-    ctx.call = call._replace(**absent)
+    ctx.call = call.without_tensors()
     ctx.precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
     ctx.recording = record.current()
 
@@ -205,7 +202,7 @@ def _traced(*arguments: Any) -> Tensor:
 register_gradients(_NAME, _gradients, _setup_context, _in_torch)
 
 
-_direct = direct_operator(
+direct = direct_operator(
     _DIFFERENTIABLE,
     _DIFFERENTIABLE,
     _given,
@@ -218,11 +215,11 @@ _direct = direct_operator(
 )
 
 
-def direct(plan: ForwardPlan, call: ConvCall) -> Tensor:
-    """As the operator, without the dispatcher. The backward pass computes in the precision that
-    this call resolves to, whatever the switches say then."""
+def template(call: ConvCall) -> ConvCall:
+    """What ``direct`` takes of a call. The backward pass computes in the precision that this call
+    resolves to, whatever the switches say then."""
     precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
-    return _direct(plan, call._replace(precision=precision))
+    return call.without_tensors()._replace(precision=precision)
 
 
 register_batching(_NAME)

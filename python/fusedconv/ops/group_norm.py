@@ -127,9 +127,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(call.input, call.weight, call.bias, mean, rstd)
-    # Without the tensors, which are saved.
-    absent: dict[str, Any] = dict.fromkeys(_DIFFERENTIABLE)
-    ctx.call = call._replace(**absent)
+    ctx.call = call.without_tensors()
     ctx.recording = record.current()
 
 

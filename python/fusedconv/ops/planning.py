@@ -53,6 +53,11 @@ class ConvCall(NamedTuple):
         """Input, weight, bias, norm_weight, norm_bias."""
         return self.input, self.weight, self.bias, self.norm_weight, self.norm_bias
 
+    def without_tensors(self) -> ConvCall:
+        """The call for a context that saves the tensors by themselves."""
+        none: Any = None
+        return self._replace(input=none, weight=none, bias=None, norm_weight=None, norm_bias=None)
+
     def geometries(self) -> tuple[ConvTransposeGeometry, Norm | None]:
         """Every check of the call; TypeError or ValueError names what is wrong."""
         input = self.input
@@ -115,6 +120,11 @@ class NormCall(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Input, weight, bias."""
         return self.input, self.weight, self.bias
+
+    def without_tensors(self) -> NormCall:
+        """The call for a context that saves the tensors by themselves."""
+        none: Any = None
+        return self._replace(input=none, weight=None, bias=None)
 
     def geometry(self) -> Norm:
         """Every check of the call; TypeError or ValueError names what is wrong."""
@@ -225,15 +235,18 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
     return plan
 
 
-def _norm_key(call: NormCall, save: bool) -> Hashable:
-    """What a GroupNorm call's plan is kept under; values compare as in conv_plan."""
+def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
+    """The plan of a GroupNorm call; arguments are validated when seen first, as in conv_plan."""
     input, num_groups, weight, bias, eps, activation, order, output_dtype = call
-    return (
+    if input.layout is not torch.strided:
+        validation.check_input(input)
+    aligned = _is_aligned(input)
+    key = (
         input.shape,
         input.stride(),
         input.dtype,
         input.device,
-        _is_aligned(input),
+        aligned,
         num_groups,
         _signature(weight),
         _signature(bias),
@@ -244,24 +257,9 @@ def _norm_key(call: NormCall, save: bool) -> Hashable:
         save,
         forced_kernels(),
     )
-
-
-def seen_group_norm_plan(call: NormCall, save: bool) -> ForwardPlan | None:
-    """The plan of a GroupNorm call seen before, None for another one."""
-    if record.active or call.input.layout is not torch.strided:
-        return None
-    plan: ForwardPlan | None = cached(_norm_key(call, save))
-    return plan
-
-
-def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
-    """The plan of a GroupNorm call; arguments are validated when seen first, as in conv_plan."""
-    if call.input.layout is not torch.strided:
-        validation.check_input(call.input)
-    key = _norm_key(call, save)
     plan: Any = cached(key)
     if plan is None or record.active:
-        plan = _planned(call.problem(save, _is_aligned(call.input)), call.input.device, key)
+        plan = _planned(call.problem(save, aligned), input.device, key)
     return plan
 
 

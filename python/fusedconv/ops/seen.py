@@ -1,0 +1,134 @@
+"""Calls seen before, known again by one look at all their tensors.
+
+Reading shapes, strides, dtypes and devices one by one, and checking every argument, takes longer
+than a small tensor. What torch.compile guards its own code with reads them in one call, and the
+dispatch keys with them: autocast, modes, tracers, transforms and views that negate have keys of
+their own. What has none is asked for here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
+
+from fusedconv.plan import ForwardPlan
+from fusedconv.precision import conv_fp32_precision
+from fusedconv.recording import record
+from fusedconv.selection import cached, forced_kernels, keep
+
+_Guards: Any
+try:
+    from torch._C._dynamo.guards import TensorGuards as _Guards
+except ImportError:  # a private name, which may move; then every call is read argument by argument
+    _Guards = None
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+#: The tensors of a call, the input first.
+Tensors = tuple[Tensor | None, ...]
+
+
+class Seen(NamedTuple):
+    """A call's plan and what else tells the call apart. ``template`` is the call without its
+    tensors; ``save`` says whether autograd follows it."""
+
+    plan: ForwardPlan
+    save: bool
+    template: Any
+    arguments: tuple[object, ...]
+    matches: Callable[..., bool]
+    present: Callable[[Tensors], Tensors] | None  # None where all are
+    aligned: bool
+
+
+def _is_exact(value: object) -> bool:
+    """Whether only a value of another type can equal this one and be another: no list, which may
+    change, and no subclass, which may compare as it likes."""
+    if type(value) is tuple:
+        return {*map(type, value)} <= {int}
+    return type(value) in (int, float, str, NoneType)
+
+
+def _same(value: object, known: object) -> bool:
+    """Whether a value that equals an exact one is of its types: 1, 1.0 and True are equal."""
+    return value is known or (type(value) is type(known) and _is_exact(value))
+
+
+def _key(tensors: Any, arguments: tuple[object, ...]) -> Hashable:
+    input = tensors[0]
+    weight = tensors[1]
+    return (
+        arguments,
+        input.shape,
+        None if weight is None else weight.shape,
+        input.dtype,
+        input.get_device(),
+        tensors[2] is None,
+        tensors[-2] is None,
+        tensors[-1] is None,
+        torch.is_grad_enabled(),
+        forced_kernels(),
+        conv_fp32_precision() if input.is_cuda else None,
+    )
+
+
+def _is_aligned(tensors: Any) -> bool:
+    """Whether kernels may read 16 bytes of the input at once."""
+    return tensors[0].data_ptr() & 15 == 0
+
+
+def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
+    """The call of these tensors and arguments, where ``remember`` was told of it and nobody wants
+    to see it; None for another one."""
+    # The compiler takes the first question for a constant and looks no further.
+    if torch.compiler.is_compiling() or type(tensors[0]) not in _PLAIN:
+        return None
+    if record.active or forward_ad._current_level >= 0 or profiler._is_profiler_enabled:
+        return None
+    try:
+        seen: Seen | None = cached(_key(tensors, arguments))
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # a list, or something that the checks of arguments refuse
+    if (
+        seen is None
+        or not seen.matches(*(tensors if seen.present is None else seen.present(tensors)))
+        or _is_aligned(tensors) is not seen.aligned
+    ):
+        return None
+    known = seen.arguments
+    if not all(map(operator.is_, arguments, known)) and not all(map(_same, arguments, known)):
+        return None
+    return seen
+
+
+def remember(
+    tensors: Tensors,
+    arguments: tuple[object, ...],
+    plan: ForwardPlan,
+    save: bool,
+    template: Any,
+) -> None:
+    """Keeps a call, whose arguments were checked and which ``goes_direct``, for ``recall``."""
+    places = [place for place, each in enumerate(tensors) if each is not None]
+    given: list[Any] = [tensors[place] for place in places]
+    # Guards refuse a tensor that is given twice.
+    if _Guards is None or record.active or len(set(map(id, given))) < len(given):
+        return
+    if not all(map(_is_exact, arguments)):
+        return
+    seen = Seen(
+        plan,
+        save,
+        template,
+        arguments,
+        _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
+        None if len(given) == len(tensors) else lambda all: tuple([all[p] for p in places]),
+        _is_aligned(tensors),
+    )
+    keep(_key(tensors, arguments), seen)

@@ -1,0 +1,209 @@
+"""Calls seen before: what is known again, and every difference that makes a call another one."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedconv
+from fusedconv import functional, ops
+from fusedconv.ops import seen
+
+pytestmark = pytest.mark.skipif(seen._Guards is None, reason="torch has no guards of tensors")
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        return function(*arguments, **(keywords or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def unaligned(x):
+    return torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """A convolution's tensors and keywords, called once; ``recalls`` collects whether later calls
+    are known again."""
+    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 8, 3, 3), torch.randn(8)
+    scale, shift = torch.randn(8), torch.randn(8)
+    keywords = dict(stride=(1, 1), padding=1, activation="gelu", num_groups=2, eps=1e-5)
+    recalls = []
+    recall = ops.recall
+
+    def noting(*arguments):
+        found = recall(*arguments)
+        recalls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(ops, "recall", noting)
+
+    def call(input=x, weight=weight, bias=bias, norm_weight=scale, norm_bias=shift, **changed):
+        return functional.conv_transpose_act_norm(
+            input,
+            weight,
+            bias,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            **{**keywords, **changed},
+        )
+
+    tensors = SimpleNamespace(x=x, weight=weight, bias=bias, scale=scale, shift=shift)
+    first = call()
+    return SimpleNamespace(call=call, first=first, recalls=recalls, tensors=tensors)
+
+
+def test_a_call_is_known_again_with_the_same_result(known):
+    second = known.call()
+    fresh = known.call(
+        input=known.tensors.x.clone(), stride=tuple(map(int, "11")), eps=float("1e-5")
+    )
+    assert known.recalls == [False, True, True]
+    assert torch.equal(known.first, second) and torch.equal(known.first, fresh)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(padding=0),
+        dict(stride=(2, 2)),
+        dict(activation="relu"),
+        dict(order="norm_act"),
+        dict(eps=1e-3),
+        dict(num_groups=4),
+        dict(bias=None),
+        dict(norm_weight=None),
+        dict(norm_weight=None, norm_bias=None),
+    ],
+    ids=str,
+)
+def test_another_argument_is_another_call(known, changed):
+    known.call(**changed)
+    assert known.recalls == [False, False]
+
+
+def of_input(change):
+    return lambda t: dict(input=change(t.x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_input(lambda x: x[:1]),
+        of_input(lambda x: x.contiguous(memory_format=torch.channels_last)),
+        of_input(unaligned),
+        of_input(lambda x: torch._neg_view(-x)),
+        of_input(lambda x: x.clone().requires_grad_()),
+        of_input(lambda x: x.as_subclass(Subclass)),
+        lambda t: dict(weight=t.weight.transpose(2, 3).contiguous().transpose(2, 3)),
+        lambda t: dict(weight=nn.Parameter(t.weight)),
+        lambda t: dict(bias=t.bias.repeat_interleave(2)[::2]),
+        lambda t: dict(norm_weight=t.scale.bfloat16(), norm_bias=t.shift.bfloat16()),
+    ],
+)
+def test_another_kind_of_tensor_is_another_call(known, change):
+    result = known.call(**change(known.tensors))
+    assert not known.recalls[1]
+    if result.shape == known.first.shape:
+        assert torch.allclose(known.first, result.as_subclass(torch.Tensor), atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu"),
+        torch.inference_mode,
+        Mode,
+        forward_ad.dual_level,
+        torch.profiler.profile,
+        seen.record.recording,
+    ],
+)
+def test_whoever_wants_to_see_a_call_does(known, around):
+    with contextlib.suppress(RuntimeError), around():
+        known.call()
+    assert known.recalls[1:] and not any(known.recalls[1:])
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")
+def test_transforms_and_tracers_see_a_call(known):
+    samples = known.tensors.x.unsqueeze(1)
+    torch.vmap(lambda sample: known.call(input=sample))(samples)
+    torch.func.grad(lambda x: known.call(input=x).sum())(known.tensors.x)
+    torch.jit.trace(lambda x: known.call(input=x), (known.tensors.x,), check_trace=False)
+    assert not any(known.recalls)
+
+
+def test_grad_mode_and_forced_kernels_tell_calls_apart(known, force):
+    weight = nn.Parameter(known.tensors.weight)
+    for grad in (True, False, True, False):
+        with torch.set_grad_enabled(grad):
+            assert known.call(weight=weight).requires_grad is grad
+    assert known.recalls == [False, False, False, True, True]
+    force("torch")
+    known.call()
+    assert not known.recalls[-1]
+
+
+def test_forgetting_forgets_calls(known):
+    fusedconv.clear_cache()
+    known.call()
+    assert known.recalls == [False, False]
+
+
+@pytest.mark.parametrize(
+    "changed", [dict(padding=True), dict(num_groups=2.0), dict(stride=(True, 1)), dict(padding=1.0)]
+)
+def test_equal_values_of_other_types_are_refused_as_at_first(known, changed):
+    with pytest.raises(TypeError, match=r"got .*, expected "):
+        known.call(**changed)
+
+
+def test_a_list_may_change_between_calls(known):
+    padding = [1, 1]
+    first = known.call(padding=padding)
+    padding[:] = [0, 0]
+    assert known.call(padding=padding).shape != first.shape
+
+
+def test_a_tensor_given_twice(known):
+    shared = known.tensors.scale
+    expected = known.call(norm_weight=shared, norm_bias=shared.clone())
+    for _ in range(2):
+        assert torch.equal(known.call(norm_weight=shared, norm_bias=shared), expected)
+
+
+def test_results_of_autocast_are_not_kept_for_calls_outside(known):
+    x = torch.randn(2, 4, 7, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert known.call(input=x).dtype != torch.float64
+    assert known.call(input=x).dtype == torch.float32
+    assert not any(known.recalls)
+
+
+def test_gradients_of_a_known_call(known):
+    def gradients():
+        leaves = [t.clone().requires_grad_() for t in vars(known.tensors).values()]
+        known.call(*leaves).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    first, second = gradients(), gradients()
+    assert known.recalls == [False, False, True]
+    assert all(map(torch.equal, first, second))
+
+
+def test_without_guards_every_call_is_read(known, monkeypatch):
+    monkeypatch.setattr(seen, "_Guards", None)
+    fusedconv.clear_cache()
+    assert torch.equal(known.call(), known.call())
+    assert not any(known.recalls)

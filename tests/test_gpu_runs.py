@@ -79,6 +79,32 @@ def test_random_problems(kernel, force, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("saves", [False, True])
+def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves):
+    """Alone, the pass that normalises merges the partial moments; in the batch a kernel does."""
+    force(kernel.name)
+    dtype = DTYPES[kernel.precision]
+    before, after = kernel.row.window
+    x = torch.rand(64, 20, 30, 32, device="cuda").to(dtype)
+    weight = (torch.randn(20, 72, 3, before + 1 + after, device="cuda") * 0.05).to(dtype)
+    weight.requires_grad_(saves)
+    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
+    arguments = dict(
+        padding=(1, after), activation="silu", num_groups=6, norm_weight=scale, norm_bias=shift
+    )
+    if dtype is torch.float32:
+        arguments["precision"] = kernel.precision
+    together = conv_transpose_act_norm(x, weight, None, **arguments)
+    alone = [conv_transpose_act_norm(x[i : i + 1], weight, None, **arguments) for i in (0, 63)]
+    assert torch.equal(torch.cat(alone), together[[0, 63]])
+    if saves:
+        gradients = [
+            torch.autograd.grad((y * y).sum(), weight)[0] for y in (torch.cat(alone), together)
+        ]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
 def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
     force(kernel.name)
     dtype = DTYPES[kernel.precision]

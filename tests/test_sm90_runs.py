@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from problems import geometry_of, group_norm_stage, problem
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.problem import act_norm_act
 from fusedconv.registry import registry
 from fusedconv.selection import choose
 
@@ -241,6 +244,33 @@ def test_system_1_takes_no_scratch_tensor():
     assert kernel.supports(system_1("tf32"), H200)
     plan = kernel.compile(system_1("tf32"), H200)
     assert plan._workspace_bytes < 60e6
+
+
+@pytest.mark.parametrize(
+    ("batch", "spatial", "merges"),
+    [(1, (32, 32), True), (2, (64, 64), True), (128, (32, 32), False), (1, (512, 512), False)],
+)
+@pytest.mark.parametrize("save", [False, True])
+def test_few_partial_moments_are_merged_by_the_pass_that_normalises(batch, spatial, merges, save):
+    kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
+    asked = replace(system_1("tf32"), batch=batch, spatial=spatial, save=save)
+    *_, merging, last = kernel.compile(asked, H200).steps
+    assert last.startswith("merge moments + ") is merges
+    assert (merging == "merge moments") is not merges
+
+
+def test_one_pass_merges_and_normalises_channels_first_only():
+    kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
+    asked = system_1("tf32")
+    config = kernel.config(asked, H200)
+    absent = dict.fromkeys(
+        ("input", "partials", "mean", "rstd", "weight", "bias", "output"), _C.Operand()
+    )
+    form = act_norm_act(asked.epilogue)
+    for layouts in (("nhwc", "nhwc"), ("nhwc", "nchw")):
+        norm = group_norm_problem(asked, form, input_layout=layouts[0], output_layout=layouts[1])
+        with pytest.raises(ValueError, match="layout: got "):
+            _C.sm90.runs.NormalizeMerging(config, problem=norm, **absent)
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])

@@ -27,6 +27,7 @@ KERNELS = [
     (r"sm80_conv", [r"sm80::"]),
     (r"sm90_conv", [r"sm90::convolve"]),
     (r"sm90_runs", [r"runs::convolve"]),
+    (r"merge moments \+ ", ["normalize_merging_kernel"]),
     (r"merge moments", ["merge_moments_kernel"]),
     (r".*\(accumulator order -> ", ["finalize_kernel"]),
     (r"save the convolution's output \(nhwc -> nhwc\)", ["normalize_rows"]),

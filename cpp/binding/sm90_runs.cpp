@@ -6,6 +6,7 @@
 #include "binding/binding.hpp"
 #include "binding/sm90.hpp"
 #include "conv/sm90/runs/passes.hpp"
+#include "conv/sm90/runs/steps.hpp"
 
 namespace fusedconv::binding {
 
@@ -57,6 +58,16 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(m);
+  m.def("merges_in_passing", &merges_in_passing, py::arg("config"), py::arg("problem"),
+        "Whether NormalizeMerging takes less time than MergeMoments and a pass behind it, on "
+        "problem.batch samples.");
+  py::class_<NormalizeMerging, Step, std::shared_ptr<NormalizeMerging>>(
+      m, "NormalizeMerging", "Partial moments to statistics, and normalisation, in one pass.")
+      .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
+                    Operand, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("input"),
+           py::arg("partials"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
+           py::arg("bias"), py::arg("output"));
 }
 
 }  // namespace fusedconv::binding

@@ -5,6 +5,7 @@
 #include "groupnorm/launch.hpp"
 #include "groupnorm/partition.hpp"
 #include "groupnorm/passes.hpp"
+#include "groupnorm/plane.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -13,52 +14,17 @@ using device::Pack;
 
 // ---- normalisation ----
 
-// Block (split, plane): one channel of one sample is contiguous. Vectors begin at multiples of
-// their size in the tensor, wherever the plane does; elements before and behind them go one by one.
-// The output may be the input: each element is read by the thread that writes it, before it does.
+// Block (split, plane): one channel of one sample is contiguous.
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
-  int64_t const size = min(split_size, pixels - begin);
   auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-  int64_t const first = int64_t(plane) * pixels + begin;
-  int64_t const head = min(size, int64_t(kVector - 1) - (first + kVector - 1) % kVector);
-  T const* const source = input + first + head;
-  U* const target = output + first + head;
-  int64_t const vectors = (size - head) / kVector;
-  auto const normalize = [&](T value) {
-    return device::from_float<U>(normalized<kActivate>(device::to_float(value), channel, affine));
-  };
-  auto const store = [&](int64_t vector, Pack<T, kVector> const& loaded) {
-    Pack<U, kVector> result;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) result.values[j] = normalize(loaded.values[j]);
-    result.store(target + vector * kVector);
-  };
-  for (int64_t i = threadIdx.x; i < vectors; i += kLoads * kThreads) {
-    Pack<T, kVector> loaded[kLoads];
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (i + j * kThreads < vectors) {
-        loaded[j] = Pack<T, kVector>::load(source + (i + j * kThreads) * kVector);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (i + j * kThreads < vectors) store(i + j * kThreads, loaded[j]);
-    }
-  }
-  if constexpr (kVector > 1) {
-    int64_t const tail = size - head - vectors * kVector;
-    if (threadIdx.x < head + tail) {
-      int64_t const element =
-          threadIdx.x < head ? threadIdx.x - head : vectors * kVector + threadIdx.x - head;
-      target[element] = normalize(source[element]);
-    }
-  }
+  normalize_run<T, U, kVector, kActivate>(input, output, channel, affine,
+                                          int64_t(plane) * pixels + begin,
+                                          min(split_size, pixels - begin));
 }
 
 // Small planes: the whole tensor as one run, the channel found for each vector.

@@ -4,6 +4,7 @@
 
 #include "conv/sm90/passes.hpp"
 #include "conv/sm90/raster.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -47,6 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(sizeof(T) <= sizeof(U), "the tile holds either type");
   __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
 
+  device::wait_for_predecessors();
   Raster const& raster = p.raster;
   int block = int(blockIdx.x);
   int const parts = raster.block_n / kColumns;
@@ -221,10 +223,12 @@ void finalize(Config const& config, GroupNormProblem const& problem, FinalizeTen
       using U = decltype(u);
       device::dispatch_bool(first, [&](auto channels_first) {
         device::dispatch_bool(activate, [&](auto activates) {
-          finalize_kernel<T, U, channels_first.value, activates.value>
-              <<<grid, kThreads, 0, stream>>>(p, static_cast<T const*>(tensors.input),
-                                              static_cast<U*>(tensors.output),
-                                              static_cast<T*>(tensors.conv_output));
+          FUSEDCONV_CUDA(
+              "sm90 finalize",
+              device::launch_early(
+                  &finalize_kernel<T, U, channels_first.value, activates.value>, grid, kThreads, 0,
+                  stream, p, static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
+                  static_cast<T*>(tensors.conv_output)));
         });
       });
     };
@@ -234,7 +238,6 @@ void finalize(Config const& config, GroupNormProblem const& problem, FinalizeTen
       launch(float{});
     }
   });
-  FUSEDCONV_CUDA("sm90 finalize", cudaGetLastError());
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -20,6 +20,7 @@
 #include "conv/sm90/producer.hpp"
 #include "conv/sm90/traits.hpp"
 #include "cuda/async.hpp"
+#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -58,10 +59,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::init_barrier(&barriers.filter, 1);
     device::fence_barrier_init();
     device::fence_async_proxy();
-    if (kKeepsFilter) {
-      device::arrive_and_expect(&barriers.filter, p.kept_filter_bytes);
-      device::bulk_load(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);
-    }
+  }
+  device::wait_for_predecessors();
+  if (kKeepsFilter && threadIdx.x == 0) {
+    device::arrive_and_expect(&barriers.filter, p.kept_filter_bytes);
+    device::bulk_load(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);
   }
   __syncthreads();
   int const warpgroup = threadIdx.x / kWarpgroupThreads;

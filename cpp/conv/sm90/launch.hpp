@@ -14,6 +14,7 @@
 #include "conv/sm90/rows.hpp"
 #include "conv/sm90/tma.hpp"
 #include "conv/sm90/traits.hpp"
+#include "cuda/launch.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90 {
@@ -25,17 +26,16 @@ inline std::string name_of(TileShape const& tile) {
 
 template <class Traits>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  auto const kernel = &convolve<Traits>;
   Config const& config = a.config;
   Params const p = Params::of(a);
   int const blocks = std::min(p.tile_count, config.multiprocessors);
   int const shared_bytes = config.schedule.shared_bytes;
-  check_launch(
-      a, "cudaFuncSetAttribute",
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  check_launch(a, "cudaFuncSetAttribute",
+               device::allow_shared_bytes<&convolve<Traits>>(shared_bytes));
   CUtensorMap const map = config.schedule.tma ? input_map(a) : CUtensorMap{};
-  kernel<<<blocks, kThreads, shared_bytes, stream>>>(p, map);
-  check_launch(a, "launch", cudaGetLastError());
+  check_launch(
+      a, "launch",
+      device::launch_early(&convolve<Traits>, blocks, kThreads, shared_bytes, stream, p, map));
 }
 
 template <Math kMath, Sharing kSharing>

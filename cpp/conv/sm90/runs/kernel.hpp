@@ -12,6 +12,7 @@
 #include "conv/sm90/runs/producer.hpp"
 #include "conv/sm90/runs/traits.hpp"
 #include "cuda/async.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
@@ -45,12 +46,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::init_barrier(&barriers.filter, 1);
     device::fence_barrier_init();
     device::fence_async_proxy();
-    if (!p.streams_filter) {
-      int const bytes = p.k_iterations * p.filter_stage_bytes;
-      device::arrive_and_expect(&barriers.filter, bytes);
-      device::bulk_load(start + kHeaderBytes, p.filter + int64_t(block_n) * bytes, bytes,
-                        &barriers.filter);
-    }
+  }
+  device::wait_for_predecessors();
+  if (threadIdx.x == 0 && !p.streams_filter) {
+    int const bytes = p.k_iterations * p.filter_stage_bytes;
+    device::arrive_and_expect(&barriers.filter, bytes);
+    device::bulk_load(start + kHeaderBytes, p.filter + int64_t(block_n) * bytes, bytes,
+                      &barriers.filter);
   }
   if (threadIdx.x < kBlockN) {
     int const channel = channel0 + int(threadIdx.x);

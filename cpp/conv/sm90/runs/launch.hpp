@@ -13,6 +13,7 @@
 #include "conv/sm90/runs/rows.hpp"
 #include "conv/sm90/runs/tma.hpp"
 #include "conv/sm90/runs/traits.hpp"
+#include "cuda/launch.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"
 
@@ -24,7 +25,6 @@ inline std::string name_of(Math math, Window const& window) {
 
 template <class Traits>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  auto const kernel = &convolve<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   Params const p = Params::of(a);
@@ -32,12 +32,11 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   int const sets = std::max(1, config.multiprocessors / s.blocks_n);
   int const turns = int(ceil_div(p.tile_count, s.streams_filter ? kConsumers : 1));
   int const blocks = std::min(turns, sets) * s.blocks_n;
-  check_launch(
-      a, "cudaFuncSetAttribute",
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, s.shared_bytes));
-  kernel<<<blocks, kThreads, s.shared_bytes, stream>>>(p, input_map(a, s.tilings[0]),
-                                                       input_map(a, s.tilings[1]));
-  check_launch(a, "launch", cudaGetLastError());
+  check_launch(a, "cudaFuncSetAttribute",
+               device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
+  check_launch(a, "launch",
+               device::launch_early(&convolve<Traits>, blocks, kThreads, s.shared_bytes, stream, p,
+                                    input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
 }
 
 template <Math kMath, int kBefore, int kAfter>

@@ -2,22 +2,9 @@
 
 #include "conv/sm90/merge_moments.hpp"
 #include "conv/sm90/passes.hpp"
-#include "conv/sm90/runs/raster.hpp"
+#include "conv/sm90/runs/tile_pixels.hpp"
 
 namespace fusedconv::conv::sm90::runs {
-namespace {
-
-// Of a sample's tile.
-struct TilePixels {
-  Raster raster;
-
-  __device__ __forceinline__ int operator()(int tile) const {
-    return Tile(raster, tile).pixels(raster);
-  }
-};
-
-}  // namespace
-
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream) {
   static_assert(sm90::kBlockM == kBlockN && sm90::kKBlockBytes == kKBlockBytes,
@@ -43,9 +30,7 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
 void merge_moments(Config const& config, GroupNormProblem const& problem,
                    groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
                    cudaStream_t stream) {
-  Raster const raster =
-      Raster::of(config.problem, config.schedule, config.traits().element_bytes());
-  launch_merge_moments(problem, config.schedule.tiles, TilePixels{raster}, partials, targets,
+  launch_merge_moments(problem, config.schedule.tiles, TilePixels::of(config), partials, targets,
                        stream);
 }
 

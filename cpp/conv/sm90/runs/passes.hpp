@@ -15,6 +15,25 @@ namespace fusedconv::conv::sm90::runs {
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
 
+struct NormalizeTensors {
+  void const* input = nullptr;  // the convolution's output
+  void* output = nullptr;       // or the input
+  void const* weight = nullptr;
+  void const* bias = nullptr;
+  groupnorm::Partial const* partials = nullptr;
+  float* mean = nullptr;  // [N, groups], or null; and so is rstd
+  float* rstd = nullptr;
+};
+
+// Whether normalize_merging() takes less time than merge_moments() and a pass behind it: partial
+// moments are few, and blocks no more than run at once.
+bool merges_in_passing(Config const& config, GroupNormProblem const& problem);
+
+// Channels first to channels first: each block merges its group's partial moments, as
+// merge_moments() does, and normalises its part of a plane.
+void normalize_merging(Config const& config, GroupNormProblem const& problem,
+                       NormalizeTensors const& tensors, cudaStream_t stream);
+
 // Partial moments to statistics [N, groups], merged in a fixed order.
 void merge_moments(Config const& config, GroupNormProblem const& problem,
                    groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,

@@ -187,21 +187,26 @@ class Sm90Kernel(ForwardKernel):
         )
         return partials
 
-    def statistics(self, program: ForwardProgram, config: Any, partials: Any) -> tuple[Any, Any]:
-        """Appends the step that merges partial moments, if any. What a pass behind takes: the
-        problem from the convolution's output on, and where statistics lie."""
+    def behind(self, program: ForwardProgram, batch: int = 0) -> Any:
+        """The problem from the convolution's output on; ``batch`` 0 leaves it to the program."""
         problem, form = program.problem, program.form
         # A saved convolution output is kept as it is before the activation, which then is applied
         # once for the moments and once more behind them.
-        behind = form.before if problem.save else "identity"
-        norm = group_norm_problem(
+        before = form.before if problem.save else "identity"
+        return group_norm_problem(
             problem,
-            ActNormAct(False, behind, form.norm, form.after),
+            ActNormAct(False, before, form.norm, form.after),
             input_layout=problem.output_layout,
             output_layout=problem.output_layout,
+            batch=batch,
         )
+
+    def statistics(self, program: ForwardProgram, config: Any, partials: Any) -> tuple[Any, Any]:
+        """Appends the step that merges partial moments, if any. What a pass behind takes: the
+        problem from the convolution's output on, and where statistics lie."""
+        norm = self.behind(program)
         statistics = program.statistics()
-        if form.norm is not None:
+        if program.form.norm is not None:
             program.compiled.per_chunk(
                 self.room.MergeMoments(
                     config,

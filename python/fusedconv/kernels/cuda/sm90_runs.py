@@ -103,7 +103,8 @@ class RunsSm90(Sm90Kernel):
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
-        program = ForwardProgram(problem, device, self._chunk(problem, config))
+        chunk = self._chunk(problem, config)
+        program = ForwardProgram(problem, device, chunk)
         if problem.save:
             output = program.conv_output
         elif _goes_through_scratch(problem):
@@ -112,7 +113,23 @@ class RunsSm90(Sm90Kernel):
         else:
             output = program.output
         partials = self.convolve(program, config, output)
-        if _passes(problem):
+        if problem.norm is not None and self.room.merges_in_passing(
+            config, self.behind(program, batch=chunk)
+        ):
+            program.compiled.per_chunk(
+                self.room.NormalizeMerging(
+                    config,
+                    problem=self.behind(program),
+                    input=output,
+                    partials=partials,
+                    mean=program.mean,
+                    rstd=program.rstd,
+                    weight=program.norm_weight,
+                    bias=program.norm_bias,
+                    output=program.output,
+                )
+            )
+        elif _passes(problem):
             norm, statistics = self.statistics(program, config, partials)
             program.compiled.per_chunk(
                 _C.group_norm.Normalize(

@@ -97,11 +97,12 @@ def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves):
     together = conv_transpose_act_norm(x, weight, None, **arguments)
     alone = [conv_transpose_act_norm(x[i : i + 1], weight, None, **arguments) for i in (0, 63)]
     assert torch.equal(torch.cat(alone), together[[0, 63]])
-    if saves:
-        gradients = [
-            torch.autograd.grad((y * y).sum(), weight)[0] for y in (torch.cat(alone), together)
-        ]
-        assert all(gradient.isfinite().all() for gradient in gradients)
+    if saves:  # the statistics, which the gradients come from
+        first, second = (
+            torch.autograd.grad(y.float().pow(3).sum(), weight)[0].double()
+            for y in (torch.cat(alone), together[[0, 63]])
+        )
+        assert (first - second).norm() < 0.01 * second.norm()
 
 
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)

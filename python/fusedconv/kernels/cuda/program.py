@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,14 +48,16 @@ except ImportError:  # private names, which may move
     pass
 
 
-def empty_strided(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """As torch's, on a CUDA device that has an index."""
+def allocator(device: torch.device) -> Callable[..., Tensor]:
+    """``torch.empty_strided`` of shape, strides and dtype, on a CUDA device that has an index."""
     if _empty_on_current is not None and _current_device() == device.index:
-        result: Tensor = _empty_on_current(shape, strides, dtype)
-        return result
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        current: Callable[..., Tensor] = _empty_on_current
+        return current
+
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return empty
 
 
 # ---- conditions ----------------------------------------------------------------------------------
@@ -328,7 +331,7 @@ class ProgramPlan(ForwardPlan):
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Outputs:
-        device = self._device
+        empty = allocator(self._device)
         if self._contiguous_input:
             input = input.contiguous()
         if norm_weight is not None and not norm_weight.is_contiguous():
@@ -337,20 +340,18 @@ class ProgramPlan(ForwardPlan):
             norm_bias = norm_bias.contiguous()
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
-        output = empty_strided(self._output_shape, self._output_strides, self._output_dtype, device)
+        output = empty(self._output_shape, self._output_strides, self._output_dtype)
         workspace = None
         if self._workspace_bytes:
-            workspace = empty_strided((self._workspace_bytes,), (1,), torch.uint8, device)
+            workspace = empty((self._workspace_bytes,), (1,), torch.uint8)
         conv_output = mean = rstd = None
         if self._saves:
             if self._saves_conv:
-                conv_output = empty_strided(
-                    self._output_shape, self._output_strides, self._conv_dtype, device
-                )
+                conv_output = empty(self._output_shape, self._output_strides, self._conv_dtype)
             if self._statistics_shape is not None:
                 strides = self._statistics_shape[1], 1
-                mean = empty_strided(self._statistics_shape, strides, torch.float32, device)
-                rstd = empty_strided(self._statistics_shape, strides, torch.float32, device)
+                mean = empty(self._statistics_shape, strides, torch.float32)
+                rstd = empty(self._statistics_shape, strides, torch.float32)
         tensors = (
             input,
             weight,

@@ -125,7 +125,7 @@ def test_another_kind_of_tensor_is_another_call(known, change):
         torch.inference_mode,
         Mode,
         forward_ad.dual_level,
-        torch.profiler.profile,
+        lambda: torch.profiler.profile(acc_events=True),
         seen.record.recording,
     ],
 )

@@ -48,6 +48,9 @@ void bind_sm90_runs(py::module_& room) {
                              "Of a sample, for each block of output channels.")
       .def_property_readonly("blocks_n", scheduled(&Schedule::blocks_n), "Of output channels.")
       .def_property_readonly("k_iterations", scheduled(&Schedule::k_iterations), "Of a tile.")
+      .def_property_readonly(
+          "consumers", [](Config const& config) { return consumers_of(config.row->math); },
+          "Warpgroups of a block, each with tiles of its own.")
       .def_property_readonly("streams_filter", scheduled(&Schedule::streams_filter))
       .def_property_readonly("box_bytes", scheduled(&Schedule::box_bytes),
                              "Of a stage for one consumer.")

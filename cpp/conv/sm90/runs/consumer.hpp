@@ -21,9 +21,9 @@ namespace fusedconv::conv::sm90::runs {
 
 template <class Mma, int... kIndex>
 __device__ __forceinline__ void multiply(uint32_t const (&a)[4], uint64_t b,
-                                         float (&sum)[sizeof...(kIndex)],
+                                         float (&sum)[sizeof...(kIndex)], gmma::ScaleOut scale,
                                          std::integer_sequence<int, kIndex...>) {
-  Mma::fma(a[0], a[1], a[2], a[3], b, sum[kIndex]..., gmma::ScaleOut::One);
+  Mma::fma(a[0], a[1], a[2], a[3], b, sum[kIndex]..., scale);
 }
 
 // In a register: the compiler would read it from the parameters again wherever it is used, with an
@@ -40,6 +40,8 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
                                         float* moments, int consumer, int channel0) {
   using Mma = typename Traits::Mma;
   using Indices = std::make_integer_sequence<int, kAccumulators>;
+  constexpr int kConsumers = Traits::kConsumers;
+  constexpr int kParts = Traits::kSplits ? 2 : 1;
   constexpr int kTaps = Traits::kWindow.size();
   // Groups of products in flight while the next step's operands replace the previous step's.
   constexpr int kAhead = kTaps > 1 ? kTaps - 1 : 1;
@@ -57,6 +59,8 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
   uint32_t const tap_high = uint32_t(first_tap >> 32);
   // In the descriptor's units.
   uint32_t const tap_stride = p.streams_filter ? uint32_t(memory.stage_stride) >> 4 : 0;
+  // From a tap's big part to its small one.
+  uint32_t const small = Traits::kSplits ? uint32_t(p.filter_stage_bytes) / 2 >> 4 : 0;
   int const steps = p.k_iterations * p.filter_rows;
   device::RingCursor cursor;
   if (!p.streams_filter) wait_for(&header.barriers.filter, 0);
@@ -87,24 +91,39 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
                          (column * kQuad + shape.lead) * Traits::kElementBytes;
     int const row_step = kept(p.dilation_h * shape.line_bytes);
 
-    uint32_t operands[2][Operands::kRegisters][4];
+    uint32_t operands[2][kParts][Operands::kRegisters][4];
     Operands loaded;
+    auto const put = [&](auto& set, int half) {
+      if constexpr (Traits::kSplits) {
+        loaded.split(set[0], set[1], half);
+      } else {
+        loaded.put(set[0], half);
+      }
+    };
     uint32_t tap = uint32_t(first_tap) + cursor.stage * tap_stride;
     int filter_row = 0;
     int ended = kNoStage;  // whose products are under way
     uint32_t line = own + cursor.stage * memory.stage_stride;
-    loaded.load(line, pitch, 0);
-    loaded.put(operands[0], 0);
-    loaded.load(line, pitch, 1);
-    loaded.put(operands[0], 1);
-    auto const step = [&](auto which, bool more) {
-      constexpr int kSet = decltype(which)::value;
-      uint32_t next_tap = tap + kTaps * (kTapBytes >> 4);
-      int const through = ended;
+    auto const load_next = [&](auto& set) {
+      loaded.load(line, pitch, 0);
+      put(set, 0);
+      loaded.load(line, pitch, 1);
+      put(set, 1);
+    };
+    load_next(operands[0]);
+    auto const release = [&](int stage) {
+      if (stage != kNoStage && lane == 0) device::arrive(&empty[stage]);
+    };
+    auto const at = [&](uint32_t units) { return uint64_t(tap_high) << 32 | (tap + units); };
+    uint32_t next_tap = tap;
+    // Turns to the next step's line and taps, but not from the present step's.
+    auto const turn_to_next = [&](bool more) {
+      next_tap = tap + kTaps * (kTapBytes >> 4);
       ended = kNoStage;
       if (++filter_row == p.filter_rows) {
         // The stage's loads are through, but not the products with its part of the filter.
         filter_row = 0;
+        next_tap += small;
         __syncwarp();
         if (p.streams_filter) {
           ended = cursor.stage;
@@ -120,40 +139,104 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
       } else {
         line += row_step;
       }
+    };
+    auto const step = [&](auto which, bool more) {
+      constexpr int kSet = decltype(which)::value;
+      int const through = ended;
+      turn_to_next(more);
       // Loads behind the last step are for nothing, but branches would make ptxas serialise.
       loaded.load(line, pitch, 0);
       auto const multiply_tap = [&](int t) {
         cute::warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
-          multiply<Mma>(operands[kSet][i + t],
-                        uint64_t(tap_high) << 32 | (tap + t * (kTapBytes >> 4)), sums[i],
-                        Indices{});
+          multiply<Mma>(operands[kSet][0][i + t], at(t * (kTapBytes >> 4)), sums[i],
+                        gmma::ScaleOut::One, Indices{});
         }
         cute::warpgroup_commit_batch();
       };
 #pragma unroll
       for (int t = 0; t < kAhead; ++t) multiply_tap(t);
       cute::warpgroup_wait<kAhead>();
-      if (through != kNoStage && lane == 0) device::arrive(&empty[through]);
-      loaded.put(operands[kSet ^ 1], 0);
+      release(through);
+      put(operands[kSet ^ 1], 0);
       loaded.load(line, pitch, 1);
 #pragma unroll
       for (int t = kAhead; t < kTaps; ++t) multiply_tap(t);
-      loaded.put(operands[kSet ^ 1], 1);
+      put(operands[kSet ^ 1], 1);
       tap = next_tap;
     };
+    // The tensor core drops bits in every addition to an accumulator, which a long sum would show.
+    // So a filter row is summed by itself, the small products first, and added with rounding: that
+    // of one row tile while the other's products run.
+    [[maybe_unused]] float rows[kRowTiles][kAccumulators];
+    [[maybe_unused]] auto const multiply_row = [&](auto which, auto row_tile) {
+      auto const& set = operands[which.value];
+      constexpr int i = decltype(row_tile)::value;
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) {
+        uint32_t const units = t * (kTapBytes >> 4);
+        multiply<Mma>(set[kParts - 1][i + t], at(units), rows[i],
+                      t > 0 ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, Indices{});
+        multiply<Mma>(set[0][i + t], at(units + small), rows[i], gmma::ScaleOut::One, Indices{});
+      }
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) {
+        multiply<Mma>(set[0][i + t], at(t * (kTapBytes >> 4)), rows[i], gmma::ScaleOut::One,
+                      Indices{});
+      }
+      cute::warpgroup_commit_batch();
+    };
+    [[maybe_unused]] auto const add_row = [&](auto row_tile) {
+      constexpr int i = decltype(row_tile)::value;
+#pragma unroll
+      for (int a = 0; a < kAccumulators; ++a) {
+        cute::warpgroup_fence_operand(rows[i][a]);
+        sums[i][a] += rows[i][a];
+      }
+    };
+    using First = std::integral_constant<int, 0>;
+    using Second = std::integral_constant<int, 1>;
+    // Products in flight where the loop returns would make ptxas serialise.
+    [[maybe_unused]] auto const split_steps = [&](bool more) {
+      multiply_row(First{}, First{});
+      multiply_row(First{}, Second{});
+      turn_to_next(true);
+      load_next(operands[1]);
+      tap = next_tap;
+      cute::warpgroup_wait<1>();
+      add_row(First{});
+      multiply_row(Second{}, First{});
+      cute::warpgroup_wait<1>();
+      add_row(Second{});
+      release(ended);
+      multiply_row(Second{}, Second{});
+      turn_to_next(more);
+      load_next(operands[0]);
+      tap = next_tap;
+      cute::warpgroup_wait<1>();
+      add_row(First{});
+      cute::warpgroup_wait<0>();
+      add_row(Second{});
+      release(ended);
+    };
+    if constexpr (Traits::kSplits) {
 #pragma unroll 1
-    for (int i = 2; i <= steps; i += 2) {
-      step(std::integral_constant<int, 0>{}, true);
-      step(std::integral_constant<int, 1>{}, i < steps);
-    }
-    cute::warpgroup_wait<0>();
-    if (ended != kNoStage && lane == 0) device::arrive(&empty[ended]);
+      for (int i = 2; i <= steps; i += 2) split_steps(i < steps);
+    } else {
+#pragma unroll 1
+      for (int i = 2; i <= steps; i += 2) {
+        step(First{}, true);
+        step(Second{}, i < steps);
+      }
+      cute::warpgroup_wait<0>();
 #pragma unroll
-    for (auto& row_tile : sums) {
+      for (auto& row_tile : sums) {
 #pragma unroll
-      for (float& value : row_tile) cute::warpgroup_fence_operand(value);
+        for (float& value : row_tile) cute::warpgroup_fence_operand(value);
+      }
+      release(ended);
     }
     if (own_index != index) continue;
     OwnQuad const quad_pixels(p, tile, quad, row, column);

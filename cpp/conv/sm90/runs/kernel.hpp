@@ -1,4 +1,4 @@
-// The convolution with positions from registers: three consumer warpgroups with tiles of their own.
+// The convolution with positions from registers: consumer warpgroups with tiles of their own.
 // Each has a ring and a producer warp; where the filter passes through the stages, all share one.
 // While one is in its epilogue the others multiply, without taking turns.
 #pragma once
@@ -24,10 +24,11 @@
 namespace fusedconv::conv::sm90::runs {
 
 template <class Traits>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Traits::kThreads, 1)
     convolve(__grid_constant__ Params const p, __grid_constant__ CUtensorMap const first,
              __grid_constant__ CUtensorMap const last) {
   using T = typename Traits::Element;
+  constexpr int kConsumers = Traits::kConsumers;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& header = *reinterpret_cast<Header*>(shared);
   Barriers& barriers = header.barriers;
@@ -63,12 +64,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);
   if (warpgroup < kConsumers) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     auto* const moments = reinterpret_cast<float*>(shared + Memory::moments(p));
     consume<Traits>(p, header, Memory(p, start, warpgroup),
                     moments + warpgroup * kWarpgroupWarps * kMomentFloats, warpgroup, channel0);
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const ring = threadIdx.x % kWarpgroupThreads / 32;
     if (threadIdx.x % 32 != 0) return;
     Maps const maps{&first, &last};

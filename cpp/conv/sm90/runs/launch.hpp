@@ -30,13 +30,14 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   Params const p = Params::of(a);
   // Whole sets of blocks, one for each 64 output channels. Few tiles spread over multiprocessors.
   int const sets = std::max(1, config.multiprocessors / s.blocks_n);
-  int const turns = int(ceil_div(p.tile_count, s.streams_filter ? kConsumers : 1));
+  int const turns = int(ceil_div(p.tile_count, s.streams_filter ? Traits::kConsumers : 1));
   int const blocks = std::min(turns, sets) * s.blocks_n;
   check_launch(a, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
-  check_launch(a, "launch",
-               device::launch_early(&convolve<Traits>, blocks, kThreads, s.shared_bytes, stream, p,
-                                    input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
+  check_launch(
+      a, "launch",
+      device::launch_early(&convolve<Traits>, blocks, Traits::kThreads, s.shared_bytes, stream, p,
+                           input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
 }
 
 template <Math kMath, int kBefore, int kAfter>

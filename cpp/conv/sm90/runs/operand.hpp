@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "conv/sm90/runs/traits.hpp"
+#include "cuda/math.hpp"
 #include "cute/arch/mma_sm90_desc.hpp"
 
 namespace fusedconv::conv::sm90::runs {
@@ -56,16 +57,35 @@ struct Run<4, kBefore, kAfter> {
     }
   }
 
+  // In two parts, for 3xTF32. What the small part has beyond TF32's bits is not worth rounding.
+  __device__ __forceinline__ void split(uint32_t (&big)[kRegisters][4],
+                                        uint32_t (&small)[kRegisters][4], int half) const {
+    uint32_t wide[kBefore + kQuad + kAfter], rest[kBefore + kQuad + kAfter];
+#pragma unroll
+    for (int c = 0; c < kRegisters + 2; ++c) {
+      float const value = __uint_as_float(values[c]), rounded = device::big_tf32(value);
+      wide[c] = __float_as_uint(rounded);
+      rest[c] = __float_as_uint(value - rounded);
+    }
+    put(wide, big, half);
+    put(rest, small, half);
+  }
+  __device__ __forceinline__ void put(uint32_t (&operands)[kRegisters][4], int half) const {
+    put(values, operands, half);
+  }
+
+ private:
   // The mask changes nothing, as the elements are rounded to TF32. But a move would be left out,
   // and loads would go to registers that products in flight still read; and the units that mask are
   // not those that multiply.
-  __device__ __forceinline__ void put(uint32_t (&operands)[kRegisters][4], int half) const {
+  __device__ __forceinline__ static void put(uint32_t const (&columns)[kRegisters + 2],
+                                             uint32_t (&operands)[kRegisters][4], int half) {
 #pragma unroll
     for (int p = 0; p < kRegisters; ++p) {
-      asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(operands[p][2 * half]) : "r"(values[p]));
+      asm volatile("and.b32 %0, %1, 0xffffe000;" : "=r"(operands[p][2 * half]) : "r"(columns[p]));
       asm volatile("and.b32 %0, %1, 0xffffe000;"
                    : "=r"(operands[p][2 * half + 1])
-                   : "r"(values[p + 2]));
+                   : "r"(columns[p + 2]));
     }
   }
 };

@@ -21,6 +21,7 @@ struct Params {
   int out_channels, pixels;
   int lower_d, lower_h, dilation_d, dilation_h;
   int depth_taps, filter_rows, k_blocks, k_iterations;
+  int consumers;  // of a block
   bool streams_filter;
   int stages, box_bytes, filter_stage_bytes;
   int tile_count;  // of a block of output channels
@@ -51,6 +52,7 @@ inline Params Params::of(Arguments const& a) {
   p.k_blocks = s.k_blocks;
   p.k_iterations = s.k_iterations;
   p.stages = s.stages;
+  p.consumers = consumers_of(config.row->math);
   p.streams_filter = s.streams_filter;
   p.box_bytes = s.box_bytes;
   p.filter_stage_bytes = s.filter_stage_bytes;
@@ -62,10 +64,10 @@ inline Params Params::of(Arguments const& a) {
 
 // By ring; the first serves a shared one.
 struct alignas(16) Barriers {
-  uint64_t full[kConsumers][kMaxStages];
-  uint64_t empty[kConsumers][kMaxStages];
+  uint64_t full[kMaxConsumers][kMaxStages];
+  uint64_t empty[kMaxConsumers][kMaxStages];
   uint64_t filter;
-  int turn[kConsumers][kMaxStages];  // of which a stage is; kNoTurn behind the last
+  int turn[kMaxConsumers][kMaxStages];  // of which a stage is; kNoTurn behind the last
 };
 inline constexpr int kNoTurn = -1;
 
@@ -88,8 +90,8 @@ struct Memory {
     filter = shared + kHeaderBytes;
     if (p.streams_filter) {
       box = filter + consumer * p.box_bytes;
-      filter += kConsumers * p.box_bytes;
-      stage_stride = kConsumers * p.box_bytes + p.filter_stage_bytes;
+      filter += p.consumers * p.box_bytes;
+      stage_stride = p.consumers * p.box_bytes + p.filter_stage_bytes;
     } else {
       int const rings = p.k_iterations * p.filter_stage_bytes;
       box = filter + rings + consumer * p.stages * p.box_bytes;
@@ -100,11 +102,11 @@ struct Memory {
   // From the start of shared memory to the moments.
   __device__ __forceinline__ static int moments(Params const& p) {
     int const filter_bytes = (p.streams_filter ? p.stages : p.k_iterations) * p.filter_stage_bytes;
-    return kHeaderBytes + filter_bytes + kConsumers * p.stages * p.box_bytes;
+    return kHeaderBytes + filter_bytes + p.consumers * p.stages * p.box_bytes;
   }
 };
 
-// Tiles, or those of a shared ring's three consumers at once, go to whoever is free: warpgroups
+// Tiles, or those of a shared ring's consumers at once, go to whoever is free: warpgroups
 // that drift apart would read lines that their neighbours' tiles share, and write to their cache
 // lines, at different times, from and to memory. The counter is zero at first and again in the end.
 struct Turns {
@@ -113,13 +115,14 @@ struct Turns {
   int next;
 
   __device__ __forceinline__ Turns(Params const& p, int block_n) : counter(p.turns + block_n) {
-    count = p.streams_filter ? (p.tile_count + kConsumers - 1) / kConsumers : p.tile_count;
+    count = p.streams_filter ? (p.tile_count + p.consumers - 1) / p.consumers : p.tile_count;
     take(p);
   }
   __device__ __forceinline__ void take(Params const& p) {
     next = int(atomicAdd(counter, 1u));
     // Each producer takes one turn too many; behind the last of them nobody takes any.
-    int const producers = int(gridDim.x) / p.blocks_n.divisor * (p.streams_filter ? 1 : kConsumers);
+    int const producers =
+        int(gridDim.x) / p.blocks_n.divisor * (p.streams_filter ? 1 : p.consumers);
     if (next == count + producers - 1) *counter = 0;
   }
 };

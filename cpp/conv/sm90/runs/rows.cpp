@@ -6,6 +6,7 @@ std::vector<Row> const& rows() {
   static std::vector<Row> const all = [] {
     std::vector<Row> result;
     append_tf32(result);
+    append_tf32x3(result);
     append_f16(result);
     append_bf16(result);
     return result;

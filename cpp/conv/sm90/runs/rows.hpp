@@ -33,6 +33,7 @@ std::vector<Row> const& rows();
 
 // Defined by the instance files.
 void append_tf32(std::vector<Row>& rows);
+void append_tf32x3(std::vector<Row>& rows);
 void append_f16(std::vector<Row>& rows);
 void append_bf16(std::vector<Row>& rows);
 

@@ -58,6 +58,7 @@ Tiling tiling_of(ConvProblem const& p, Math math, Window const& window, int stri
 double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window, int limit) {
   int const quads = int(ceil_div(p.q, kQuad));
   int const unit = 16 / traits_of(math).element_bytes();
+  double const staging = traits_of(math).parts == 2 ? 0.1 / 3 : 0.1;
   double best = 0.0;
   for (int width = 1; width <= std::min(quads, kMostStripQuads); ++width) {
     // A copy's first column must be a multiple of 16 bytes.
@@ -73,8 +74,9 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
     for (Tiling const& t : tilings) {
       if (t.strips == 0) continue;
       fits = fits && t.tiles > 0;
-      // What stages a tile weighs about a fifth of what multiplies it, at twice the tile's size.
-      cost += t.slice_tiles() * (1.0 + 0.1 * t.lines * t.columns / (kTileQuads * kQuad));
+      // What stages a tile weighs about a fifth of what multiplies it, at twice the tile's size; in
+      // strict fp32, where a product is three, a fifteenth.
+      cost += t.slice_tiles() * (1.0 + staging * t.lines * t.columns / (kTileQuads * kQuad));
     }
     if (!fits || (best > 0.0 && cost >= best)) continue;
     best = cost;
@@ -94,8 +96,9 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
 // Fits rings and filter into what shared memory has. Fewer stages make room for larger boxes, where
 // those are worth it. Returns what lay_out() does, and more for each stage that is missing.
 double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, int64_t shared) {
+  int64_t const consumers = consumers_of(math);
   int64_t const left = shared - kHeaderBytes -
-                       int64_t(kConsumers) * 4 * kMomentFloats * int64_t(sizeof(float)) -
+                       consumers * 4 * kMomentFloats * int64_t(sizeof(float)) -
                        (s.streams_filter ? 0 : s.block_filter_bytes());
   int64_t const beside = s.streams_filter ? s.filter_stage_bytes : 0;  // the boxes of a stage
   int const wanted = s.streams_filter ? kWantedSharedStages : kWantedStages;
@@ -104,13 +107,13 @@ double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, i
   int const fewest = kFewestStages + (s.streams_filter && p.r == 1 ? 1 : 0);
   double best = 0.0;
   for (int stages = wanted; stages >= fewest; --stages) {
-    int64_t const limit = (left / stages - beside) / kConsumers / 128 * 128;
+    int64_t const limit = (left / stages - beside) / consumers / 128 * 128;
     if (limit <= 0) continue;
     Schedule candidate = s;
     double const cost =
         lay_out(candidate, p, math, window, int(limit)) * (1.0 + kMissingStage * (wanted - stages));
     if (cost == 0.0 || (best > 0.0 && cost >= best)) continue;
-    int64_t const stage = kConsumers * candidate.box_bytes + beside;
+    int64_t const stage = consumers * candidate.box_bytes + beside;
     candidate.stages = int(std::min<int64_t>(kMaxStages, left / stage));
     candidate.shared_bytes = int(shared - left + candidate.stages * stage);
     best = cost;
@@ -152,7 +155,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
   s.k_iterations = p.t * s.k_blocks;
   if (s.k_iterations % 2 == 1 && p.r % 2 == 1) ++s.k_iterations;
   s.blocks_n = int(ceil_div(p.k, kBlockN));
-  s.filter_stage_bytes = p.r * p.s * kTapBytes;
+  s.filter_stage_bytes = traits_of(math).parts * p.r * p.s * kTapBytes;
   Schedule streamed = s;
   streamed.streams_filter = true;
   double const staying = fit(s, p, math, window, device.shared_bytes);

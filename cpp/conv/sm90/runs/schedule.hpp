@@ -27,12 +27,16 @@ inline constexpr int kTapBytes = kBlockN * kKBlockBytes;
 inline constexpr int kQuad = 4;        // columns
 inline constexpr int kTileQuads = 32;  // a warpgroup's: 128 positions
 inline constexpr int kMostStripQuads = 18;
-inline constexpr int kConsumers = 3;  // warpgroups, each with tiles of its own
+inline constexpr int kMaxConsumers = 3;
 inline constexpr int kMaxStages = 8;  // of a ring
 inline constexpr int kMaxWindow = 3;  // columns of a filter
 // Shares of shared memory, in this order: barriers and the bias, then filter, rings, moments.
 inline constexpr int kHeaderBytes = 1024;
 inline constexpr int kMomentFloats = 4 * kBlockN;  // of a warp
+
+// Warpgroups that multiply, each with tiles of its own. Where operands are split, a second set of
+// accumulators and operands in two parts take the registers of the third.
+constexpr int consumers_of(Math math) { return traits_of(math).parts == 2 ? 2 : kMaxConsumers; }
 
 // Columns of the input, beside an output column's own, that the filter reaches.
 struct Window {
@@ -73,7 +77,7 @@ struct Schedule {
   bool streams_filter = false;
   int stages = 0;
   int box_bytes = 0;           // of a stage for one consumer
-  int filter_stage_bytes = 0;  // of kBlockN output channels, for a k-iteration
+  int filter_stage_bytes = 0;  // of kBlockN output channels, for a k-iteration: part after part
   int64_t filter_bytes = 0;    // packed, and a counter for each block of output channels
   int shared_bytes = 0;
 

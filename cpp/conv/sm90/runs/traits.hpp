@@ -13,11 +13,6 @@ namespace gmma = cute::SM90::GMMA;
 
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
-inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-inline constexpr int kConsumerRegisters = 152;
-inline constexpr int kProducerRegisters = 56;
-static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * kWarpgroupThreads <= 65536,
-              "registers of a multiprocessor");
 
 // Positions are the instruction's rows, from registers; the filter is in shared memory.
 template <Math kMath>
@@ -27,6 +22,8 @@ struct Instruction<Math::kTf32> {
   using Element = float;
   using Mma = gmma::MMA_64x64x8_F32TF32TF32_RS_TN<>;
 };
+template <>
+struct Instruction<Math::kTf32x3> : Instruction<Math::kTf32> {};
 template <>
 struct Instruction<Math::kF16> {
   using Element = __half;
@@ -54,6 +51,15 @@ struct Traits {
 
   static constexpr int kElementBytes = int(sizeof(Element));
   static constexpr int kKBlock = kKBlockBytes / kElementBytes;  // channels
+  static constexpr bool kSplits =
+      traits_of(kMath).parts == 2;  // operands in a big and a small part
+
+  static constexpr int kConsumers = consumers_of(kMath);
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 152;
+  static constexpr int kProducerRegisters = 56;
+  static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * kWarpgroupThreads <= 65536,
+                "registers of a multiprocessor");
   static_assert(kElementBytes == traits_of(kMath).element_bytes());
 };
 

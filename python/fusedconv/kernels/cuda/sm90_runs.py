@@ -30,10 +30,10 @@ CHUNK_BYTES = 2 << 30
 #: Tiles of a launch, which are counted in 32 bits.
 MOST_TILES = 1 << 30
 
-#: Consumer warpgroups of a block, each with tiles of its own.
-_CONSUMERS = 3
 #: Cycles of the tensor cores for a tile of 128 positions and 64 channels: a k-block of one tap.
 _TAP_CYCLES = 64.0
+#: Products of TF32 that stand for one in strict fp32.
+_STRICT_PRODUCTS = 3
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,17 @@ class RunsSm90(Sm90Kernel):
         config = self.config(problem, device)
         chunk = self._chunk(problem, config)
         taps = config.k_iterations * math.prod(problem.conv.kernel_size[-2:])
+        if self.precision == "fp32":
+            taps *= _STRICT_PRODUCTS
         sizes = [(t.strips * t.tiles, t.bytes) for t in config.tilings]
         staged = sum(n * size for n, size in sizes) / sum(n for n, _ in sizes)
         if config.streams_filter:
-            staged += config.filter_stage_bytes / _CONSUMERS
+            staged += config.filter_stage_bytes / config.consumers
         staged *= config.k_iterations
         tile = max(taps * _TAP_CYCLES * costs.main_loop, staged * costs.staged_byte)
         sets = max(1, device.multiprocessors // config.blocks_n)
         # Tiles of a multiprocessor; where consumers share a ring, by as many as they are.
-        together = _CONSUMERS if config.streams_filter else 1
+        together = config.consumers if config.streams_filter else 1
         tiles = math.ceil(math.ceil(chunk * config.tiles / together) / sets) * together
         rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
         share = chunk * config.tiles * config.blocks_n / max(1, device.multiprocessors)

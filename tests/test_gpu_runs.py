@@ -32,7 +32,7 @@ def random_problem(kernel, generator: random.Random) -> dict:
     along width, lines are whole 16 bytes."""
     before, after = kernel.row.window
     axes = generator.choice((1, 2, 2, 3))
-    unit = 4 if kernel.precision == "tf32" else 8
+    unit = 16 // DTYPES[kernel.precision].itemsize
     kernel_size, padding, dilation, spatial = [], [], [], []
     for _ in range(axes - 1):
         kernel_size.append(generator.choice((1, 2, 3, 3, 5)))

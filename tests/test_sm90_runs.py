@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 H200 = KNOWN[90]
-QUAD, TILE_QUADS, CONSUMERS, HEADER = 4, 32, 3, 1024
-MOMENTS = CONSUMERS * 4 * 1024  # bytes
+QUAD, TILE_QUADS, HEADER = 4, 32, 1024
+MOMENTS = 4 * 1024  # bytes of a consumer
 
 
 def rows() -> list:
@@ -39,7 +39,12 @@ def row_of(math_name: str, window: tuple[int, int]):
 
 
 def element_bytes(row) -> int:
-    return 4 if row.math.name == "tf32" else 2
+    return 4 if row.math.name.startswith("tf32") else 2
+
+
+def parts(row) -> int:
+    """Terms that an operand is split into."""
+    return 2 if row.math.name == "tf32x3" else 1
 
 
 def config(row, *, channels=64, out=64, output=(1, 258, 258), taps=(1, 3), dilation=(1, 1), **kw):
@@ -79,7 +84,7 @@ def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
 
 def test_rows_are_named_by_math_and_window():
     names = [row.name for row in rows()]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == 12
     for row in rows():
         assert row.name == "sm90_runs_{}_{}_{}".format(row.math.name, *row.window)
 
@@ -161,18 +166,23 @@ def test_shared_memory_holds_filter_and_rings(row):
         assert made.k_iterations in (taps[0] * k_blocks, taps[0] * k_blocks + 1)
         assert made.k_iterations * taps[1] % 2 == 0
         steps = made.k_iterations * taps[1] * (sum(row.window) + 1)
-        assert made.filter_bytes == made.blocks_n * (steps * 2048 + 4)
+        tap_bytes = 2048 * parts(row)
+        assert made.filter_bytes == made.blocks_n * (steps * tap_bytes + 4)
+        # A second set of accumulators takes the registers of a third warpgroup.
+        assert made.consumers == (3 if parts(row) == 1 else 2)
         box = max(tiling.bytes for tiling in made.tilings)
-        filter_stage = 2048 * taps[1] * (sum(row.window) + 1)
+        filter_stage = tap_bytes * taps[1] * (sum(row.window) + 1)
+        assert made.filter_stage_bytes == filter_stage
         if made.streams_filter:
             streamed += 1
-            held = made.stages * (CONSUMERS * box + filter_stage)
+            held = made.stages * (made.consumers * box + filter_stage)
         else:
-            held = steps * 2048 + CONSUMERS * made.stages * box
+            held = steps * tap_bytes + made.consumers * made.stages * box
         # Where a filter leaves too little room to stay, tiles would hold few positions.
         if min(output[1:]) >= 32 and made.streams_filter:
             assert output[1] * output[2] > 0.5 * 128 * made.tiles
-        assert HEADER + held + MOMENTS <= made.shared_bytes <= H200.shared_bytes
+        moments = made.consumers * MOMENTS
+        assert HEADER + held + moments <= made.shared_bytes <= H200.shared_bytes
         # With one filter row a stage, two of a shared ring would wait for each other.
         assert (3 if made.streams_filter and taps[1] == 1 else 2) <= made.stages <= 8
     assert served > 50
@@ -181,7 +191,14 @@ def test_shared_memory_holds_filter_and_rings(row):
 
 @pytest.mark.parametrize(
     ("math_name", "channels", "streams"),
-    [("tf32", 64, False), ("tf32", 80, True), ("bf16", 128, False), ("bf16", 160, True)],
+    [
+        ("tf32", 64, False),
+        ("tf32", 80, True),
+        ("tf32x3", 32, False),
+        ("tf32x3", 64, True),
+        ("bf16", 128, False),
+        ("bf16", 160, True),
+    ],
 )
 def test_a_filter_that_would_crowd_out_the_lines_is_streamed(math_name, channels, streams):
     made = config(
@@ -273,7 +290,7 @@ def test_one_pass_merges_and_normalises_channels_first_only():
             _C.sm90.runs.NormalizeMerging(config, problem=norm, **absent)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "bf16", "fp16"])
 def test_the_cheapest_row_of_wide_planes_is_one_of_these(precision):
     ((_, candidate),) = choose(system_1(precision), H200).chosen
     assert candidate.kernel.name.startswith("sm90_runs_")

@@ -151,19 +151,23 @@ struct Gelu {
   static constexpr Activation kCode = Activation::kGelu;
   static constexpr char const* kName = "gelu";
 
-  // Phi(-a) = 2^P(a): unlike 1 + erf(x), this does not cancel for negative x. P and the polynomial
-  // below have the least maximum error relative to x on [0, 6] (weighted least squares, Lawson's
-  // weights): 2e-8. Beyond, where Phi(-a) < 1e-9, P falls faster than it should.
+  // P(a) with Phi(-a) = 2^P(a): unlike 1 + erf(x), this does not cancel for negative x. P and the
+  // polynomial below have the least maximum error relative to x on [0, 6] (weighted least squares,
+  // Lawson's weights): 2e-8. Beyond, where Phi(-a) < 1e-9, P falls faster than it should.
+  template <class V>
+  FUSEDCONV_INLINE static constexpr V log2_tail(V a) {
+    return -1.0f +
+           a * (-1.151106238f +
+                a * (-0.4591955841f +
+                     a * (-0.05254659429f +
+                          a * (0.007154651918f +
+                               a * (-0.0002214867127f +
+                                    a * (-0.0001448171534f +
+                                         a * (2.927778769e-05f - a * 1.870691335e-06f)))))));
+  }
   template <class V>
   FUSEDCONV_INLINE static V tail(V a) {
-    return host::exp2(
-        -1.0f + a * (-1.151106238f +
-                     a * (-0.4591955841f +
-                          a * (-0.05254659429f +
-                               a * (0.007154651918f +
-                                    a * (-0.0002214867127f +
-                                         a * (-0.0001448171534f +
-                                              a * (2.927778769e-05f - a * 1.870691335e-06f))))))));
+    return host::exp2(log2_tail(a));
   }
   template <class V>
   FUSEDCONV_INLINE static V bounded_magnitude(V x) {
@@ -193,20 +197,20 @@ struct Gelu {
     return host::select<V>(x < 0.0f, t, 1.0f - t);
   }
 #ifdef __CUDACC__
+  // x Phi(x) = max(x, 0) - a Phi(-a) with a = |x|. The bound keeps infinity from meeting a zero
+  // factor; -inf does and gives NaN, as PyTorch has it.
   __device__ __forceinline__ static float value(float x) {
-    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752440f));
+    float const a = fabsf(device::minimum(x, 1e30f));
+    return fmaf(-a, device::quick_exp2(log2_tail(a)), device::maximum(x, 0.0f));
   }
   __device__ __forceinline__ static float slope(float x) {
     float const density = 0.39894228040143267794f * expf(-0.5f * x * x);
     return fmaf(x, density, 0.5f * (1.0f + erff(x * 0.70710678118654752440f)));
   }
-  // x Phi(x) = max(x, 0) - a Phi(-a) with a = |x|, and log2(Phi(-a)) is smooth: a polynomial of
-  // degree five (least maximum error of the result) keeps it within 2.4e-6 of the erf form, apart
-  // from the last places of exp2. The bound keeps infinity from meeting a zero factor; -inf does
-  // and gives NaN, as PyTorch has it.
+  // As value(), but with a polynomial of degree five (least maximum error of the result), which
+  // keeps it within 2.4e-6 of the erf form, apart from the last places of exp2.
   __device__ __forceinline__ static float quick(float x) {
-    float const bounded = device::minimum(x, 1e30f);
-    float const a = fabsf(bounded);
+    float const a = fabsf(device::minimum(x, 1e30f));
     float h = -0.00042380642f;
     h = fmaf(h, a, 0.00673046408f);
     h = fmaf(h, a, -0.0509622426f);

@@ -114,6 +114,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
                                               Tile const& tile, int channel0, OwnQuad const& own,
                                               float const* bias, LaneSums& result) {
   using T = typename Traits::Element;
+  using Form = typename Traits::Form;
   int const pair = threadIdx.x % 4 * 2;
   int64_t const stride = p.pixels;
   T* target = static_cast<T*>(p.output) +
@@ -160,7 +161,9 @@ __device__ __forceinline__ void finish_values(Params const& p,
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
-      for (float& value : values[e]) value = device::quick_value<typename Traits::Form>(value);
+      for (float& value : values[e]) {
+        value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
+      }
     }
     if constexpr (kActivated) store();
     target += 8 * stride;

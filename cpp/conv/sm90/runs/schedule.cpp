@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kFewestStages = 2;
 constexpr int kWantedStages = 3;
-// Of a shared ring, whose consumers are in different places of it.
+// Of a shared ring, whose consumers are in different places of it. In strict fp32, where a stage
+// lasts three times as long, they are hardly.
 constexpr int kWantedSharedStages = 4;
 // How much more a filter that stays may cost than one that streams, whose bytes come again with
 // every tile.
@@ -101,7 +102,8 @@ double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, i
                        consumers * 4 * kMomentFloats * int64_t(sizeof(float)) -
                        (s.streams_filter ? 0 : s.block_filter_bytes());
   int64_t const beside = s.streams_filter ? s.filter_stage_bytes : 0;  // the boxes of a stage
-  int const wanted = s.streams_filter ? kWantedSharedStages : kWantedStages;
+  bool const strict = traits_of(math).parts == 2;
+  int const wanted = s.streams_filter && !strict ? kWantedSharedStages : kWantedStages;
   // A consumer waits for its next stage before it releases the one before the present. Where a
   // stage is a single filter row, those must be two different ones.
   int const fewest = kFewestStages + (s.streams_filter && p.r == 1 ? 1 : 0);

@@ -58,17 +58,24 @@ struct Run<4, kBefore, kAfter> {
   }
 
   // In two parts, for 3xTF32. What the small part has beyond TF32's bits is not worth rounding.
+  // It is made in the operands themselves, which takes no masks.
   __device__ __forceinline__ void split(uint32_t (&big)[kRegisters][4],
                                         uint32_t (&small)[kRegisters][4], int half) const {
-    uint32_t wide[kBefore + kQuad + kAfter], rest[kBefore + kQuad + kAfter];
+    uint32_t wide[kBefore + kQuad + kAfter];
 #pragma unroll
     for (int c = 0; c < kRegisters + 2; ++c) {
-      float const value = __uint_as_float(values[c]), rounded = device::big_tf32(value);
-      wide[c] = __float_as_uint(rounded);
-      rest[c] = __float_as_uint(value - rounded);
+      wide[c] = __float_as_uint(device::big_tf32(__uint_as_float(values[c])));
     }
     put(wide, big, half);
-    put(rest, small, half);
+#pragma unroll
+    for (int p = 0; p < kRegisters; ++p) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        asm volatile("sub.rn.f32 %0, %1, %2;"
+                     : "=r"(small[p][2 * half + i])
+                     : "r"(values[p + 2 * i]), "r"(wide[p + 2 * i]));
+      }
+    }
   }
   __device__ __forceinline__ void put(uint32_t (&operands)[kRegisters][4], int half) const {
     put(values, operands, half);

@@ -3,6 +3,7 @@ error."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -19,6 +20,8 @@ pytestmark = pytest.mark.gpu
 ROWS = [k for k in registry().kernels() if k.name.startswith("sm90_runs_")]
 #: Of each row; together more than 2**8.
 RANDOM_PROBLEMS = 29
+#: Of an output in strict fp32.
+FEWEST_STRICT_VALUES = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +77,10 @@ def test_random_problems(kernel, force, monkeypatch):
     served = 0
     while served < RANDOM_PROBLEMS:
         case = random_problem(kernel, generator)
+        # Eager's error and that of 3xTF32 are alike, but over a few values chance may part them.
+        values = case["batch"] * case["out"] * math.prod(case["spatial"])
+        if precision == "fp32" and values < FEWEST_STRICT_VALUES:
+            continue
         # Where it does not serve one, the filter or a stage does not fit; other problems follow.
         served += fused_against_fp64(case, dtype, precision)
 

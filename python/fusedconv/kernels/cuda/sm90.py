@@ -38,6 +38,9 @@ CHUNK_BYTES = 2 << 30
 #: Rows of a filter (its extents but the innermost, multiplied) up to which strict fp32 is as exact
 #: as eager: each row of each k-block is a sum of its own, which fp32 additions join.
 MOST_STRICT_ROWS = 16
+#: Input channels from which on that holds: fewer fill so little of a k-block that nearly each
+#: product is an addition of its own, and the tensor cores' additions drop what fp32 would round.
+FEWEST_STRICT_CHANNELS = 4
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,11 @@ class Sm90Kernel(ForwardKernel):
             return Support.no(
                 f"a filter of {rows} rows; its sums are as exact as eager's up to "
                 f"{MOST_STRICT_ROWS} in strict fp32"
+            )
+        if problem.precision == "fp32" and problem.channels < FEWEST_STRICT_CHANNELS:
+            return Support.no(
+                f"{problem.channels} input channels; its sums are as exact as eager's from "
+                f"{FEWEST_STRICT_CHANNELS} on in strict fp32"
             )
         lowered = lower(conv, problem.spatial).single()
         if isinstance(lowered, Support):

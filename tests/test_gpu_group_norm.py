@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -101,43 +102,43 @@ VALUES = 1000
 def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
     torch.manual_seed(sum(shape))
     monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
+    stages = ((dtype, None, "act_norm"), (None, "gelu", "act_norm"), (dtype, "silu", "norm_act"))
+    errors: dict = {stage: [] for stage in stages}
     draws = -(-VALUES // math.prod(shape))
-    for affine, activation, order in (
-        (dtype, None, "act_norm"),
-        (None, "gelu", "act_norm"),
-        (dtype, "silu", "norm_act"),
-    ):
-        errors, limits = [], []
-        for _ in range(draws):
+    for _, stage in itertools.product(range(draws), stages):
+        affine, activation, order = stage
+        if stage == stages[0]:
             x = (torch.randn(shape, device="cuda") * 2 + 0.5).to(dtype)
             if layout == "nhwc":
                 x = channels_last(x)
-            weight = bias = None
-            if affine is not None:
-                weight = torch.randn(shape[1], device="cuda").to(affine)
-                bias = torch.randn(shape[1], device="cuda").to(affine)
-            if not serves(
-                kernel,
-                shape,
-                groups,
-                dtype,
-                not x.is_contiguous(),
-                capability=torch.cuda.get_device_capability(),
-                multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-            ):
-                with pytest.raises(fusedconv.NoKernelError, match=kernel):
-                    group_norm(x, groups, weight, bias, activation=activation, order=order)
-                return
-            poison()
-            actual = group_norm(x, groups, weight, bias, activation=activation, order=order)
-            double = [None if t is None else t.double() for t in (weight, bias)]
-            reference = eager(x.double(), groups, *double, activation=activation, order=order)
-            torchs = eager(x, groups, weight, bias, activation=activation, order=order)
-            assert actual.stride() == x.stride()
-            errors.append(relative_error(actual, reference))
-            limits.append(relative_error(torchs, reference))
-        error, limit = (math.hypot(*values) / draws**0.5 for values in (errors, limits))
-        assert error <= 1.1 * limit + FLOOR[dtype], (affine, activation, order, error, limit)
+        weight = bias = None
+        if affine is not None:
+            weight = torch.randn(shape[1], device="cuda").to(affine)
+            bias = torch.randn(shape[1], device="cuda").to(affine)
+        if not serves(
+            kernel,
+            shape,
+            groups,
+            dtype,
+            not x.is_contiguous(),
+            capability=torch.cuda.get_device_capability(),
+            multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+        ):
+            with pytest.raises(fusedconv.NoKernelError, match=kernel):
+                group_norm(x, groups, weight, bias, activation=activation, order=order)
+            continue
+        poison()
+        actual = group_norm(x, groups, weight, bias, activation=activation, order=order)
+        double = [None if t is None else t.double() for t in (weight, bias)]
+        reference = eager(x.double(), groups, *double, activation=activation, order=order)
+        torchs = eager(x, groups, weight, bias, activation=activation, order=order)
+        assert actual.stride() == x.stride()
+        errors[stage].append((relative_error(actual, reference), relative_error(torchs, reference)))
+    for stage, pairs in errors.items():
+        if not pairs:
+            continue
+        error, limit = (math.hypot(*each) / draws**0.5 for each in zip(*pairs, strict=True))
+        assert error <= 1.1 * limit + FLOOR[dtype], (stage, error, limit)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

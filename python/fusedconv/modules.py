@@ -53,12 +53,7 @@ class FusedConvTranspose(nn.Module):
 
     def _run(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Eager's way: fused where the children are torch's own, composed where they are not."""
-        conv: Any
-        norm: Any
-        try:  # where nn.Module keeps them, as it looks there last for an attribute
-            conv, norm = self._modules["conv_transpose"], self._modules["group_norm"]
-        except KeyError:
-            conv, norm = self.conv_transpose, self.group_norm
+        conv, norm = self.conv_transpose, self.group_norm
         reason = self._departure(conv, norm)
         if reason is not None:
             announce(self, reason, self._steps())
@@ -166,12 +161,14 @@ class FusedConvTranspose(nn.Module):
 
 
 def _weight_and_bias(child: Any) -> tuple[Any, Any]:
-    """A child's parameters, which torch.nn.utils.parametrize computes where they are read."""
-    own = child._parameters
-    try:
-        return own["weight"], own["bias"]
-    except KeyError:
+    """A child's ``weight`` and ``bias``; of a type known to compute neither, from where nn.Module
+    keeps them, as it looks there last for an attribute."""
+    if torch.compiler.is_compiling() or type(child) not in _PLAIN:
         return child.weight, child.bias
+    attributes, own = child.__dict__, child._parameters
+    if "weight" in attributes or "bias" in attributes or "weight" not in own or "bias" not in own:
+        return child.weight, child.bias
+    return own["weight"], own["bias"]
 
 
 def _check_activation(activation: str | None, order: str) -> None:
@@ -385,3 +382,8 @@ class GroupNorm(nn.GroupNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}, order={self.order!r}"
+
+
+_PLAIN = frozenset(
+    {nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm, GroupNorm}
+)

@@ -17,6 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import dense, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
+from fusedconv.ops.seen import PLAIN
 from fusedconv.plan import BackwardPlan, BackwardTensors, ForwardPlan, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import ForwardProblem
@@ -133,8 +134,6 @@ except AttributeError:  # a private name, which may move
         return False
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 try:
@@ -157,7 +156,7 @@ def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     ):
         return False
     for each in tensors:
-        if each is not None and (type(each) not in _PLAIN or each.is_neg()):
+        if each is not None and (type(each) not in PLAIN or each.is_neg()):
             return False
     return input.is_cpu or input.is_cuda
 

@@ -28,7 +28,8 @@ try:
 except ImportError:  # a private name, which may move; then every call is read argument by argument
     _Guards = None
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: Types of tensors that nobody overrides.
+PLAIN = (Tensor, torch.nn.Parameter)
 
 #: The tensors of a call, the input first.
 Tensors = tuple[Tensor | None, ...]
@@ -44,7 +45,6 @@ class Seen(NamedTuple):
     arguments: tuple[object, ...]
     matches: Callable[..., bool]
     present: Callable[[Tensors], Tensors] | None  # None where all are
-    aligned: bool
 
 
 def _is_exact(value: object) -> bool:
@@ -61,12 +61,16 @@ def _same(value: object, known: object) -> bool:
 
 
 def _key(tensors: Any, arguments: tuple[object, ...]) -> Hashable:
+    """What calls of one model differ in, so that none takes another's place."""
     input = tensors[0]
     weight = tensors[1]
     return (
         arguments,
         input.shape,
-        None if weight is None else weight.shape,
+        input.stride(),
+        input.data_ptr() & 15 == 0,  # whether kernels may read 16 bytes of it at once
+        input.requires_grad,
+        None if weight is None else (type(weight), weight.shape, weight.requires_grad),
         input.dtype,
         input.get_device(),
         tensors[2] is None,
@@ -78,16 +82,11 @@ def _key(tensors: Any, arguments: tuple[object, ...]) -> Hashable:
     )
 
 
-def _is_aligned(tensors: Any) -> bool:
-    """Whether kernels may read 16 bytes of the input at once."""
-    return tensors[0].data_ptr() & 15 == 0
-
-
 def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
     """The call of these tensors and arguments, where ``remember`` was told of it and nobody wants
     to see it; None for another one."""
     # The compiler takes the first question for a constant and looks no further.
-    if torch.compiler.is_compiling() or type(tensors[0]) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(tensors[0]) not in PLAIN:
         return None
     if record.active or forward_ad._current_level >= 0 or profiler._is_profiler_enabled:
         return None
@@ -95,11 +94,9 @@ def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
         seen: Seen | None = cached(_key(tensors, arguments))
     except (AttributeError, RuntimeError, TypeError):
         return None  # a list, or something that the checks of arguments refuse
-    if (
-        seen is None
-        or not seen.matches(*(tensors if seen.present is None else seen.present(tensors)))
-        or _is_aligned(tensors) is not seen.aligned
-    ):
+    if seen is None:
+        return None
+    if not seen.matches(*(tensors if seen.present is None else seen.present(tensors))):
         return None
     known = seen.arguments
     if not all(map(operator.is_, arguments, known)) and not all(map(_same, arguments, known)):
@@ -129,6 +126,5 @@ def remember(
         arguments,
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         None if len(given) == len(tensors) else lambda all: tuple([all[p] for p in places]),
-        _is_aligned(tensors),
     )
     keep(_key(tensors, arguments), seen)

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "binding/binding.hpp"
-#include "binding/sm90.hpp"
+#include "binding/conv.hpp"
 #include "conv/sm90/steps.hpp"
 
 namespace fusedconv::binding {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "binding/binding.hpp"
-#include "binding/sm90.hpp"
+#include "binding/conv.hpp"
 #include "conv/sm90/runs/passes.hpp"
 #include "conv/sm90/runs/steps.hpp"
 

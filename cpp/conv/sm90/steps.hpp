@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "conv/problem.hpp"
+#include "conv/sm90/passes.hpp"
 #include "conv/sm90/rows.hpp"
-#include "conv/sm90/shared_steps.hpp"
+#include "conv/steps.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "program/step.hpp"
 

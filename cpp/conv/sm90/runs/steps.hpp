@@ -6,7 +6,7 @@
 
 #include "conv/sm90/runs/passes.hpp"
 #include "conv/sm90/runs/rows.hpp"
-#include "conv/sm90/shared_steps.hpp"
+#include "conv/steps.hpp"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "fusedconv/types.hpp"

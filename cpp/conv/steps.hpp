@@ -1,6 +1,7 @@
-// Steps that both kinds of Hopper convolutions have. Config is one of theirs: it has a row with a
-// name and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter()
-// and merge_moments().
+// Steps that several kinds of convolutions have. Config is one of theirs: it has a row with a name
+// and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter() and
+// merge_moments(); that of its problem, where it is not this one, weight_of() and
+// output_channels_of().
 #pragma once
 
 #include <cstdint>
@@ -8,15 +9,27 @@
 #include <vector>
 
 #include "conv/problem.hpp"
-#include "conv/sm90/passes.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/describe.hpp"
+#include "groupnorm/statistics.hpp"
 #include "program/step.hpp"
 
-namespace fusedconv::conv::sm90 {
+namespace fusedconv::conv {
+
+// The extents that a problem's weight has, and all its output channels.
+inline FilterSource weight_of(ConvProblem const& p) {
+  return {.c = p.c, .k = p.k, .t = p.t, .r = p.r, .s = p.s};
+}
+inline int64_t output_channels_of(ConvProblem const& p) { return p.k; }
+
+// What a config's convolution leaves of moments.
+template <class Config>
+struct PartialOf {
+  using Type = groupnorm::Partial;
+};
 
 // Returns the config for a constructor's list of members.
 template <class Config>
@@ -24,8 +37,10 @@ Config const& served(Config const& config) {
   if (Support const& support = config.schedule.support; !support) {
     throw InvalidArgument(detail::join(config.row->name, ": ", support.reason));
   }
-  FUSEDCONV_CHECK(config.multiprocessors > 0, config.row->name, ": multiprocessors is ",
-                  config.multiprocessors);
+  if constexpr (requires { config.multiprocessors; }) {
+    FUSEDCONV_CHECK(config.multiprocessors > 0, config.row->name, ": multiprocessors is ",
+                    config.multiprocessors);
+  }
   return config;
 }
 
@@ -38,7 +53,7 @@ void expect(Config const& config, char const* what, T const& got, T const& expec
 
 template <class Config>
 FilterSource const& matching(Config const& config, FilterSource const& source) {
-  ConvProblem const& c = config.problem;
+  FilterSource const c = weight_of(config.problem);
   expect<Config, int64_t>(config, "input channels of the weight", source.c, c.c);
   expect<Config, int64_t>(config, "output channels of the weight", source.k, c.k);
   expect<Config, int64_t>(config, "taps along depth", source.t, c.t);
@@ -49,7 +64,8 @@ FilterSource const& matching(Config const& config, FilterSource const& source) {
 
 template <class Config>
 GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
-  expect<Config, int64_t>(config, "channels", problem.channels, config.problem.k);
+  expect<Config, int64_t>(config, "channels", problem.channels,
+                          output_channels_of(config.problem));
   expect<Config, std::string>(config, "dtype", name_of(problem.dtype),
                               name_of(config.traits().dtype));
   return problem;
@@ -121,7 +137,7 @@ class Convolve final : public Step {
                          .filter = context.at(filter_),
                          .bias = context.at(bias_),
                          .output = context.at(output_),
-                         .partials = context.at<groupnorm::Partial>(partials_)},
+                         .partials = context.at<typename PartialOf<Config>::Type>(partials_)},
                         context.stream);
   }
 
@@ -149,7 +165,7 @@ class MergeMoments final : public Step {
   std::vector<Operand> operands() const override { return {partials_, statistics_, mean_, rstd_}; }
   void run(RunContext const& context, void*) const override {
     merge_moments(config_, with_batch(problem_, context.samples),
-                  context.at<groupnorm::Partial>(partials_),
+                  context.at<typename PartialOf<Config>::Type>(partials_),
                   {.statistics = context.at<groupnorm::Statistics>(statistics_),
                    .mean = context.at<float>(mean_),
                    .rstd = context.at<float>(rstd_)},
@@ -162,4 +178,4 @@ class MergeMoments final : public Step {
   Operand partials_, statistics_, mean_, rstd_;
 };
 
-}  // namespace fusedconv::conv::sm90
+}  // namespace fusedconv::conv

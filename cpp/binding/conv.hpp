@@ -1,20 +1,18 @@
-// What the two files that bind the Hopper convolutions share.
+// What files that bind convolutions share.
 #pragma once
 
 #include <memory>
 
 #include "binding/binding.hpp"
-#include "conv/sm90/shared_steps.hpp"
+#include "conv/steps.hpp"
 
 namespace fusedconv::binding {
 
-void bind_sm90_runs(py::module_& room);
-
 template <class Config>
 void bind_shared_steps(py::module_& m) {
-  using Pack = conv::sm90::PackFilter<Config>;
-  using Convolve = conv::sm90::Convolve<Config>;
-  using Merge = conv::sm90::MergeMoments<Config>;
+  using Pack = conv::PackFilter<Config>;
+  using Convolve = conv::Convolve<Config>;
+  using Merge = conv::MergeMoments<Config>;
   py::class_<Pack, Step, std::shared_ptr<Pack>>(
       m, "PackFilter", "A weight to the order in which the convolution consumes it.")
       .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),

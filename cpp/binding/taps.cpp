@@ -1,0 +1,73 @@
+// The convolutions of any stride, filter and layout.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+
+#include "binding/binding.hpp"
+#include "binding/conv.hpp"
+#include "conv/taps/steps.hpp"
+
+namespace fusedconv::binding {
+
+void bind_taps(py::module_& m) {
+  using namespace conv::taps;
+  py::module_ room = m.def_submodule("taps", "Transposed convolutions of any stride.");
+  py::class_<Row>(room, "Row", "One compiled kernel for each way of reading the input.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math)
+      .def_readonly("groups", &Row::groups, "Row groups of a block.");
+  room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
+  using Extents = std::array<int, kMaxAxes>;
+  py::class_<Problem>(room, "Problem",
+                      "A transposed convolution; channels are those of one group, extents by depth, "
+                      "height, width.")
+      .def(py::init([](int channels, int output_channels, int groups, Extents const& input,
+                       Extents const& output, Extents const& kernel, Extents const& stride,
+                       Extents const& padding, Extents const& dilation, Layout layout,
+                       bool aligned) {
+             Problem problem{.channels = channels,
+                             .output_channels = output_channels,
+                             .groups = groups,
+                             .axes = {},
+                             .layout = layout,
+                             .aligned = aligned};
+             for (int i = 0; i < kMaxAxes; ++i) {
+               problem.axes[i] = {.input = input[i],
+                                  .output = output[i],
+                                  .kernel = kernel[i],
+                                  .stride = stride[i],
+                                  .padding = padding[i],
+                                  .dilation = dilation[i]};
+             }
+             return problem;
+           }),
+           py::kw_only(), py::arg("channels"), py::arg("output_channels"), py::arg("groups"),
+           py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride"),
+           py::arg("padding"), py::arg("dilation"), py::arg("layout"), py::arg("aligned"));
+  auto const scheduled = [](auto Schedule::* field) {
+    return [field](Config const& config) { return config.schedule.*field; };
+  };
+  py::class_<Config>(room, "Config", "How a row serves a problem of any batch size on a device.")
+      .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
+           py::arg("problem"), py::arg("device"))
+      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("reads", &Config::reads)
+      .def_property_readonly("blocks_m", scheduled(&Schedule::blocks_m),
+                             "Blocks of rows in a convolution group.")
+      .def_property_readonly("tile", scheduled(&Schedule::tile), "Positions by axis.")
+      .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of the positions, by axis.")
+      .def_property_readonly("split", scheduled(&Schedule::split), "Axes whose taps are stages.")
+      .def_property_readonly("box", scheduled(&Schedule::box), "Staged positions by axis.")
+      .def_property_readonly("width_phases", scheduled(&Schedule::width_phases))
+      .def_property_readonly("chunks", scheduled(&Schedule::chunks), "Of channels.")
+      .def_property_readonly("stages", scheduled(&Schedule::stages), "Of a chunk.")
+      .def_property_readonly("steps", scheduled(&Schedule::steps), "Of a stage.")
+      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("partial_slots", &Config::partial_slots)
+      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+  bind_shared_steps<Config>(room);
+}
+
+}  // namespace fusedconv::binding

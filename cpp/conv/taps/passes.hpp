@@ -1,0 +1,22 @@
+// The passes around the convolution: they pack its filter and merge its partial moments.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "conv/problem.hpp"
+#include "conv/taps/rows.hpp"
+#include "fusedconv/groupnorm.hpp"
+
+namespace fusedconv::conv::taps {
+
+// A weight [C, K, T, R, S], with K those of one convolution group, to the order in which steps
+// consume it. Rows and channels that are not there are zeros.
+void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
+                 cudaStream_t stream);
+
+// Partial moments to statistics [N, groups], merged in a fixed order.
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream);
+
+}  // namespace fusedconv::conv::taps

@@ -45,8 +45,8 @@ struct Axis {
   int inverse = 0;       // of sub_dilation modulo tap_step
   // Over all phases that have outputs:
   int phases = 1;
-  int positions = 1;  // outputs of the first, which has the most
-  int taps = 0;       // most of any
+  int positions = 1;                        // outputs of the first, which has the most
+  int taps = 0;                             // most of any
   int lowest = 0, highest = 0;              // input position less q that a tap meets
   int lowest_shift = 0, highest_shift = 0;  // of those with taps
 

@@ -245,9 +245,9 @@ __device__ __forceinline__ void store_pixels(Params const& p, Block const& block
           !pixel_of(p, block, group.residue, position, pixel)) {
         continue;
       }
-      int64_t const line = (int64_t(block.sample) * p.axes[0].problem.output + pixel[0]) *
-                               p.axes[1].problem.output +
-                           pixel[1];
+      int64_t const line =
+          (int64_t(block.sample) * p.axes[0].problem.output + pixel[0]) * p.axes[1].problem.output +
+          pixel[1];
       copy_out<T, kVector>(
           output + (line * p.axes[2].problem.output + pixel[2]) * channels + channel,
           staged + rest * kPitch + at * kVector);

@@ -80,10 +80,10 @@ __device__ __forceinline__ void multiply(Accumulators& sums, unsigned char const
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          float(&sum)[4] = sums[i][j + e];
-          auto const add = [&](uint32_t const (&x)[4], uint32_t y0, uint32_t y1) {
-            Mma::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0],
-                     sum[1], sum[2], sum[3]);
+          float (&sum)[4] = sums[i][j + e];
+          auto const add = [&](uint32_t const(&x)[4], uint32_t y0, uint32_t y1) {
+            Mma::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1],
+                     sum[2], sum[3]);
           };
           if constexpr (Traits::kSplits) {
             add(small_a[i], b[2 * e], b[2 * e + 1]);
@@ -124,8 +124,7 @@ __global__ void __launch_bounds__(kThreads, Traits::kBlocks)
   int positions[kColumnTiles / 2];
 #pragma unroll
   for (int i = 0; i < kColumnTiles / 2; ++i) {
-    int const position =
-        warp / kGroups * kWarpPositions + i * 16 + lane / 16 * 8 + lane % 8;
+    int const position = warp / kGroups * kWarpPositions + i * 16 + lane / 16 * 8 + lane % 8;
     int d, h, w;
     p.tile_w(h, w, position);
     p.tile_h(d, h, h);

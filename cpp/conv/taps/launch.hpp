@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "conv/taps/failure.hpp"
 #include "conv/taps/kernel.hpp"
 #include "conv/taps/rows.hpp"
 #include "conv/taps/traits.hpp"
@@ -14,7 +15,6 @@
 
 namespace fusedconv::conv::taps {
 
-void check_launch(Arguments const& arguments, char const* where, cudaError_t status);
 // Blocks of a launch.
 unsigned checked_blocks(Arguments const& arguments);
 
@@ -22,9 +22,10 @@ template <class Traits>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve<Traits>;
   int const shared_bytes = a.config.schedule.shared_bytes;
-  check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(shared_bytes));
+  check_launch(a.config, a.batch, "cudaFuncSetAttribute",
+               device::allow_shared_bytes<kernel>(shared_bytes));
   kernel<<<checked_blocks(a), kThreads, shared_bytes, stream>>>(Params::of(a));
-  check_launch(a, "launch", cudaGetLastError());
+  check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
 template <Math kMath, int kGroups>

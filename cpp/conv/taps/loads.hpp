@@ -49,8 +49,8 @@ class BoxLoader {
       int piece, at;
       if (!unit(p, i, piece, at)) break;
       int const channel = chunk * Traits::kChunk + piece * kVector;
-      T const* source = input_ + (first_channel_ + channel) * channel_stride_ +
-                        pixels_[i] * pixel_stride_;
+      T const* source =
+          input_ + (first_channel_ + channel) * channel_stride_ + pixels_[i] * pixel_stride_;
       bool const inside = pixels_[i] != kOutside;
       if constexpr (Traits::kLoads == Loads::kChannels) {
         uint4 value{};
@@ -117,9 +117,8 @@ class BoxLoader {
 #pragma unroll
     for (int a = 0; a < kMaxAxes; ++a) {
       Axis const& axis = p.axes[a];
-      first[a] = block.origin[a] + (p.split[a] ? axis.lowest_shift -
-                                                     tap[a] * axis.sub_dilation
-                                               : axis.lowest);
+      first[a] = block.origin[a] +
+                 (p.split[a] ? axis.lowest_shift - tap[a] * axis.sub_dilation : axis.lowest);
     }
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {

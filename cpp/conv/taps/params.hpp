@@ -20,9 +20,9 @@ struct Params {
   bool split[kMaxAxes];
   int channels, output_channels, groups;  // channels of a convolution group
   int row_groups, width_phases;
-  int list_bytes;      // of shared memory
+  int list_bytes;           // of shared memory
   int chunks, chunk_steps;  // of channels; taps of a chunk
-  int output_vector;  // elements of a store
+  int output_vector;        // elements of a store
   bool channels_last, activates_output;
   Activation activation;
   int64_t partial_slots;  // of a sample

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kPassThreads)
     index /= p.channel_blocks;
     residue[1] = index % p.axes[1].phases;
     residue[0] = index / p.axes[1].phases;
-    int64_t at = (int64_t(conv_group) * p.channels + channel) * p.source.stride_c +
-                 k * p.source.stride_k;
+    int64_t at =
+        (int64_t(conv_group) * p.channels + channel) * p.source.stride_c + k * p.source.stride_k;
     present = present && k < p.source.k;
     int64_t const strides[kMaxAxes] = {p.source.stride_t, p.source.stride_r, p.source.stride_s};
 #pragma unroll
@@ -124,15 +124,14 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   FUSEDCONV_CUDA("taps pack_filter", cudaGetLastError());
 }
 
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream) {
-  int64_t const parts = config.partial_slots() * problem.channels_per_group();
+void merge_partials(int64_t slots, GroupNormProblem const& problem, CountedPartial const* partials,
+                    groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
+  int64_t const parts = slots * problem.channels_per_group();
   FUSEDCONV_CHECK(parts <= 0x7fffffff - kPassThreads,
                   "taps merge_moments: slots x channels of a group: got ", parts,
                   ", expected at most ", 0x7fffffff - kPassThreads);
   MergeParams const p{.channels_per_group = cutlass::FastDivmod(int(problem.channels_per_group())),
-                      .slots = config.partial_slots(),
+                      .slots = slots,
                       .channels = problem.channels,
                       .count = int(parts),
                       .groups = int(problem.groups),

@@ -14,9 +14,14 @@ namespace fusedconv::conv::taps {
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
 
-// Partial moments to statistics [N, groups], merged in a fixed order.
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream);
+// Partial moments [N, slots, K] to statistics [N, groups], merged in a fixed order.
+void merge_partials(int64_t slots, GroupNormProblem const& problem, CountedPartial const* partials,
+                    groupnorm::StatisticsTargets const& targets, cudaStream_t stream);
+
+inline void merge_moments(Config const& config, GroupNormProblem const& problem,
+                          CountedPartial const* partials,
+                          groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
+  merge_partials(config.partial_slots(), problem, partials, targets, stream);
+}
 
 }  // namespace fusedconv::conv::taps

@@ -17,16 +17,13 @@ std::vector<Row> const& rows() {
 }
 
 Config::Config(Row const& row, Problem const& problem, Device const& device)
-    : row(&row),
-      problem(problem),
-      schedule(schedule_of(problem, row.math, row.groups, device)) {}
+    : row(&row), problem(problem), schedule(schedule_of(problem, row.math, row.groups, device)) {}
 
 std::string Config::reads() const { return describe(schedule.loads); }
 
 int64_t Config::partial_slots() const {
   Schedule const& s = schedule;
-  return s.sample_tiles() * s.axes[0].phases * s.axes[1].phases * s.axes[2].phases /
-         s.width_phases;
+  return s.sample_tiles() * s.axes[0].phases * s.axes[1].phases * s.axes[2].phases / s.width_phases;
 }
 
 int64_t Config::partial_bytes_per_sample() const {
@@ -35,21 +32,6 @@ int64_t Config::partial_bytes_per_sample() const {
 }
 
 // Declared in launch.hpp, where CUDA's headers are.
-void check_launch(Arguments const& a, char const* where, cudaError_t status) {
-  if (status == cudaSuccess) return;
-  Problem const& c = a.config.problem;
-  auto const by_axis = [&](int AxisProblem::* field) {
-    return detail::join(c.axes[0].*field, "x", c.axes[1].*field, "x", c.axes[2].*field);
-  };
-  throw KernelFailure(detail::join(
-      a.config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-      cudaGetErrorString(status), ") for N=", a.batch, " C=", c.channels, " K=", c.output_channels,
-      " groups=", c.groups, " input=", by_axis(&AxisProblem::input),
-      " output=", by_axis(&AxisProblem::output), " kernel=", by_axis(&AxisProblem::kernel),
-      " stride=", by_axis(&AxisProblem::stride), ", ", a.config.schedule.shared_bytes,
-      " bytes of shared memory"));
-}
-
 unsigned checked_blocks(Arguments const& a) {
   Schedule const& s = a.config.schedule;
   int64_t const blocks = a.batch * s.sample_tiles() * a.config.problem.groups * s.blocks_m;

@@ -35,8 +35,8 @@ bool lay_out(Schedule& s, int positions, int vector) {
       for (int i = 0; i < kMaxAxes; ++i) {
         Axis const& axis = axes[i];
         candidate.tiles[i] = int(ceil_div(axis.positions, candidate.tile[i]));
-        int const reach = s.split[i] ? axis.highest_shift - axis.lowest_shift
-                                     : axis.highest - axis.lowest;
+        int const reach =
+            s.split[i] ? axis.highest_shift - axis.lowest_shift : axis.highest - axis.lowest;
         candidate.box[i] = candidate.tile[i] + reach;
       }
       candidate.lead = floor_mod(axes[2].lowest, vector);
@@ -63,8 +63,8 @@ Schedule schedule_of(Problem const& p, Math math, int groups, Device const& devi
   int const vector = 16 / element;
   for (int i = 0; i < kMaxAxes; ++i) {
     if (p.axes[i].stride > kMaxStride) {
-      return refused(detail::join("its stride is ", p.axes[i].stride, ", up to ", kMaxStride,
-                                  " is served"));
+      return refused(
+          detail::join("its stride is ", p.axes[i].stride, ", up to ", kMaxStride, " is served"));
     }
     s.axes[i] = Axis::of(p.axes[i]);
   }
@@ -97,15 +97,15 @@ Schedule schedule_of(Problem const& p, Math math, int groups, Device const& devi
     if (s.split[2] && s.loads == Loads::kPlanes) s.loads = Loads::kElements;
     int const columns = s.loads == Loads::kPlanes ? vector : 1;
     if (!lay_out(s, block_positions(groups), columns)) continue;
-    s.filter_bytes = int64_t(p.groups) * s.blocks_m * s.chunks * s.stages * s.steps *
-                     step_bytes(groups);
+    s.filter_bytes =
+        int64_t(p.groups) * s.blocks_m * s.chunks * s.stages * s.steps * step_bytes(groups);
     int const boxes = 2 * s.box_positions() * kPitchBytes;
     int const filter = kFilterSlots * groups * kGroupRows * kPitchBytes;
     int const channels = groups / s.width_phases * kGroupRows;
-    int const staged =
-        last ? groups * block_positions(groups) * staged_pixel_pitch(element)
-             : channels * staged_channel_pitch(groups, s.width_phases, element);
-    s.shared_bytes = std::max(s.list_bytes(groups) + boxes + filter, kMomentBytes + staged * element);
+    int const staged = last ? groups * block_positions(groups) * staged_pixel_pitch(element)
+                            : channels * staged_channel_pitch(groups, s.width_phases, element);
+    s.shared_bytes =
+        std::max(s.list_bytes(groups) + boxes + filter, kMomentBytes + staged * element);
     if (s.shared_bytes > device.shared_bytes) continue;
     return s;
   }

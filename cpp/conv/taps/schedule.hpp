@@ -24,20 +24,20 @@ namespace fusedconv::conv::taps {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarps = kThreads / 32;
-inline constexpr int kGroupRows = 32;       // of a warp
-inline constexpr int kWarpPositions = 64;   // of a warp
-inline constexpr int kChunkBytes = 64;      // of channels, in a stage
-inline constexpr int kPitchBytes = 80;      // from a staged position or filter row to the next
-inline constexpr int kFilterSlots = 4;      // steps whose part of the filter is on its way
+inline constexpr int kGroupRows = 32;      // of a warp
+inline constexpr int kWarpPositions = 64;  // of a warp
+inline constexpr int kChunkBytes = 64;     // of channels, in a stage
+inline constexpr int kPitchBytes = 80;     // from a staged position or filter row to the next
+inline constexpr int kFilterSlots = 4;     // steps whose part of the filter is on its way
 inline constexpr int kMostBoxPositions = 512;
 inline constexpr int kMomentBytes = kThreads * 16;  // of the epilogue, in shared memory
-inline constexpr int kMaxAxes = 3;  // depth, height, width
+inline constexpr int kMaxAxes = 3;                  // depth, height, width
 
 // How the input is read. Vectors are 16 bytes.
 enum class Loads : int {
-  kPlanes,     // channels first, vectors of neighbouring columns
-  kChannels,   // channels last, vectors of neighbouring channels
-  kElements,   // either, one by one
+  kPlanes,    // channels first, vectors of neighbouring columns
+  kChannels,  // channels last, vectors of neighbouring channels
+  kElements,  // either, one by one
 };
 template <class E>
 constexpr char const* describe(E);
@@ -65,10 +65,10 @@ struct Schedule {
   Support support;
   std::array<Axis, kMaxAxes> axes;
   Loads loads = Loads::kElements;
-  int channel_blocks = 0;  // of kGroupRows output channels
-  int row_groups = 0;      // of a convolution group
-  int blocks_m = 0;        // of a convolution group
-  int width_phases = 0;    // that a block has of each channel, neighbours in the output
+  int channel_blocks = 0;              // of kGroupRows output channels
+  int row_groups = 0;                  // of a convolution group
+  int blocks_m = 0;                    // of a convolution group
+  int width_phases = 0;                // that a block has of each channel, neighbours in the output
   std::array<int, kMaxAxes> tile{};    // positions
   std::array<int, kMaxAxes> tiles{};   // of the grid of positions
   std::array<bool, kMaxAxes> split{};  // a stage holds what one tap along the axis reads

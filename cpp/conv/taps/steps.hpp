@@ -21,7 +21,9 @@ inline FilterSource weight_of(Problem const& p) {
           .r = p.axes[1].kernel,
           .s = p.axes[2].kernel};
 }
-inline int64_t output_channels_of(Problem const& p) { return int64_t(p.output_channels) * p.groups; }
+inline int64_t output_channels_of(Problem const& p) {
+  return int64_t(p.output_channels) * p.groups;
+}
 
 }  // namespace taps
 }  // namespace fusedconv::conv

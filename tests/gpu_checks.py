@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from reference import channels_last, relative_error
+from reference import LAYOUTS, relative_error
 from reference import conv_transpose_act_norm as composition
 
 import fusedconv
@@ -34,14 +34,17 @@ def fused_against_fp64(
     case: dict[str, Any], dtype: torch.dtype, precision: str, device: str = "cuda"
 ) -> bool:
     """Computes a random problem by what FUSEDCONV_KERNEL names and holds it against float64; False
-    where that serves it not. Beside sizes a case may name its ``layout``, how the input is drawn
-    (``draw``), an ``offset`` of the bias, and whether gradients are asked for (``saves``)."""
+    where that serves it not. Beside sizes a case may name its ``layout``, ``stride``,
+    ``output_padding`` and ``conv_groups``, how the input is drawn (``draw``), an ``offset`` of the
+    bias, the ``order`` of activation and normalisation, and whether gradients are asked for
+    (``saves``)."""
     draw, groups = case.get("draw", torch.randn), case["groups"]
     x = draw(case["batch"], case["channels"], *case["spatial"], device=device).to(dtype)
-    if case.get("layout") == "nhwc":
-        x = channels_last(x)
-    weight = torch.randn(case["channels"], case["out"], *case["kernel"], device=device)
-    weight = (weight / (case["channels"] * math.prod(case["kernel"])) ** 0.5).to(dtype)
+    x = LAYOUTS[case.get("layout", "nchw")](x)
+    conv_groups, stride = case.get("conv_groups", 1), case.get("stride", [1])
+    shape = (case["channels"], case["out"] // conv_groups, *case["kernel"])
+    products = case["channels"] // conv_groups * math.prod(case["kernel"]) / math.prod(stride)
+    weight = (torch.randn(shape, device=device) / products**0.5).to(dtype)
     bias = scale = shift = None
     if case["bias"]:
         bias = (case.get("offset", 0.0) + torch.randn(case["out"], device=device)).to(dtype)
@@ -50,7 +53,11 @@ def fused_against_fp64(
     keywords = dict(
         padding=case["padding"],
         dilation=case["dilation"],
+        stride=stride,
+        output_padding=case.get("output_padding", 0),
+        groups=conv_groups,
         activation=case["activation"],
+        order=case.get("order", "act_norm"),
         num_groups=groups,
     )
 

@@ -38,7 +38,8 @@ def test_build_says_what_was_built():
     assert fusedconv.__version__ == build["version"]
     cuda = {"cuda_runtime", "architectures", "cutlass"}
     assert cuda & build.keys() == (cuda if build["cuda"] else set())
-    assert ("sm80" in build["families"]) == build["cuda"]
+    for family in ("sm80", "taps"):
+        assert (family in build["families"]) == build["cuda"]
 
 
 def test_the_version_is_the_packages():
@@ -59,7 +60,7 @@ def test_what_needs_cuda_is_there_exactly_with_it():
 
 def test_families_are_there_exactly_where_their_architecture_was_compiled():
     families = fusedconv.build["families"]
-    assert families == [name for name in ("sm80", "sm90") if hasattr(_C, name)]
+    assert families == [name for name in ("sm80", "taps", "sm90") if hasattr(_C, name)]
     assert ("sm90" in families) == ("90a" in fusedconv.build.get("architectures", "").split())
 
 

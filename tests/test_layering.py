@@ -66,12 +66,14 @@ USE_COMPILED = {
     "kernels.compiled",
     "kernels.cpu.group_norm",
     "selection",
+    "kernels.cuda.convolution",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
     "kernels.cuda.program",
     "kernels.cuda.sm80",
     "kernels.cuda.sm90",
     "kernels.cuda.sm90_runs",
+    "kernels.cuda.taps",
 }
 
 

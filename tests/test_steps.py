@@ -26,9 +26,10 @@ KERNELS = [
     (r"input \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),
     (r"sm80_conv", [r"sm80::"]),
     (r"sm90_conv", [r"sm90::convolve"]),
+    (r"taps_", [r"taps::convolve"]),
     (r"sm90_runs", [r"runs::convolve"]),
     (r"merge moments \+ ", ["normalize_merging_kernel"]),
-    (r"merge moments", ["merge_moments_kernel"]),
+    (r"merge moments", ["merge_moments_kernel|taps::.*merge_kernel"]),
     (r".*\(accumulator order -> ", ["finalize_kernel"]),
     (r"save the convolution's output \(nhwc -> nhwc\)", ["normalize_rows"]),
     (r"save the convolution's output \(nhwc -> nchw\)", ["normalize_to_channels_first"]),
@@ -174,6 +175,7 @@ def test_steps_of_gradients_on_the_processor(layout, force):
 FORWARD = (
     "cutlass_sm80",
     "cutlass_sm90",
+    "taps_sm80",
     "groupnorm_resident",
     "groupnorm_streamed",
     "groupnorm_two_pass",
@@ -182,7 +184,8 @@ FORWARD = (
 BACKWARD = [
     f"{forward},groupnorm_backward_{backward}"
     for forward, backward in itertools.product(
-        ("groupnorm_two_pass", "cutlass_sm80", "cutlass_sm90"), ("two_pass", "streamed")
+        ("groupnorm_two_pass", "cutlass_sm80", "cutlass_sm90", "taps_sm80"),
+        ("two_pass", "streamed"),
     )
 ]
 

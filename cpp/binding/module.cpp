@@ -82,6 +82,9 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FUSEDCONV_WITH_SM80
   bind_sm80(m);
 #endif
+#ifdef FUSEDCONV_WITH_TAPS
+  bind_taps(m);
+#endif
 #ifdef FUSEDCONV_WITH_SM90
   bind_sm90(m);
 #endif

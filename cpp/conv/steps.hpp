@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "conv/math_table.hpp"
 #include "conv/problem.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"

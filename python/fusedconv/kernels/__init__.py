@@ -3,7 +3,7 @@
 from fusedconv.kernels import torch
 from fusedconv.kernels.cpu import conv_gradients, conv_transpose
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
-from fusedconv.kernels.cuda import gradients, group_norm, sm80, sm90, sm90_runs
+from fusedconv.kernels.cuda import gradients, group_norm, sm80, sm90, sm90_runs, taps
 from fusedconv.plan import Kernel
 
 
@@ -17,6 +17,7 @@ def built_in() -> list[Kernel]:
         sm80,
         sm90,
         sm90_runs,
+        taps,
         group_norm,
         gradients,
     )

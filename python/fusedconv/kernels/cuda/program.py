@@ -21,7 +21,7 @@ from fusedconv.kernels.compiled import (
 )
 from fusedconv.layout import dense_strides
 from fusedconv.plan import ForwardKernel, ForwardPlan, Outputs
-from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
 HAS_CUDA: bool = bool(_C.build["cuda"])
@@ -138,13 +138,22 @@ def supports_precision(problem: ForwardProblem, precision: str) -> Support:
         return Support.no(f"computes in {precision}, {problem.precision} is asked for")
     conv = problem.conv
     if precision == "fp32" and conv is not None:
-        products = conv.in_channels // conv.groups * math.prod(conv.kernel_size)
+        products = _products_of_an_output(conv)
         if products < SHORTEST_STRICT_SUM:
             return Support.no(
-                f"an output sums {products} products, 3xTF32 is as exact as fp32 from "
+                f"an output sums {products:.3g} products, 3xTF32 is as exact as fp32 from "
                 f"{SHORTEST_STRICT_SUM} on"
             )
     return Support.yes()
+
+
+def _products_of_an_output(conv: ConvTransposeGeometry) -> float:
+    """On average, over the outputs that any tap of the filter meets."""
+    products = float(conv.in_channels // conv.groups)
+    for kernel, stride, dilation in zip(conv.kernel_size, conv.stride, conv.dilation, strict=True):
+        # Every so many taps one meets an output.
+        products *= max(1.0, kernel * math.gcd(stride, dilation) / stride)
+    return products
 
 
 class _NotBuilt:

@@ -13,27 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
-from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import conv_problem, group_norm_problem
+from fusedconv.kernels.compiled import conv_problem
+from fusedconv.kernels.cuda.convolution import CHUNK_BYTES, ConvolutionRow
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
     NotBuiltForward,
     ProgramPlan,
     equal_chunk,
-    five_strides,
     supports_forward,
     supports_only,
     supports_precision,
 )
 from fusedconv.lowering import Phase, lower
-from fusedconv.plan import ForwardKernel, Kernel
-from fusedconv.problem import ActNormAct, ForwardProblem
+from fusedconv.plan import Kernel
+from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
-
-#: Scratch that one chunk of samples may take.
-CHUNK_BYTES = 2 << 30
 
 #: Rows of a filter (its extents but the innermost, multiplied) up to which strict fp32 is as exact
 #: as eager: each row of each k-block is a sum of its own, which fp32 additions join.
@@ -95,17 +91,10 @@ def _config(
     )
 
 
-class Sm90Kernel(ForwardKernel):
+class Sm90Row(ConvolutionRow):
     """What all rows of the family have in common. ``room``: ``_C.sm90`` or a room in it."""
 
     provider = "cutlass_sm90"
-
-    def __init__(self, room: Any, index: int, row: Any) -> None:
-        self.room = room
-        self.index = index
-        self.row = row
-        self.name = row.name
-        self.precision: str = _C.math_traits(row.math).precision
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         """The schedule of a problem that lowers to one dense convolution."""
@@ -154,79 +143,6 @@ class Sm90Kernel(ForwardKernel):
             return Support.no(f"a sample has {largest} pixels, positions are counted to 2**30")
         return Support.of(self.config(problem, device).support)
 
-    def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
-        """Appends the step that packs the weight; where the packed filter lies."""
-        problem = program.problem
-        assert problem.conv is not None
-        filter = program.scratch(0, config.filter_bytes)
-        program.compiled.before(
-            self.room.PackFilter(
-                config,
-                source=_C.FilterSource(
-                    c=problem.channels,
-                    k=problem.output_channels,
-                    taps=only_phase(problem).taps,
-                    strides=five_strides(problem.conv.weight_strides),
-                ),
-                weight=program.weight,
-                filter=filter,
-            )
-        )
-        return filter
-
-    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
-        """Appends the steps that pack the weight and convolve into ``output``: activated, or where
-        the problem saves, before the activation; where partial moments of activated values lie."""
-        filter = self.pack_filter(program, config)
-        partials = program.absent
-        if program.form.norm is not None:
-            partials = program.scratch(config.partial_bytes_per_sample)
-        program.compiled.per_chunk(
-            self.room.Convolve(
-                config,
-                activation=COMPILED[program.form.before],
-                activates_output=not program.problem.save,
-                input=program.input,
-                filter=filter,
-                bias=program.bias,
-                output=output,
-                partials=partials,
-            )
-        )
-        return partials
-
-    def behind(self, program: ForwardProgram, batch: int = 0) -> Any:
-        """The problem from the convolution's output on; ``batch`` 0 leaves it to the program."""
-        problem, form = program.problem, program.form
-        # A saved convolution output is kept as it is before the activation, which then is applied
-        # once for the moments and once more behind them.
-        before = form.before if problem.save else "identity"
-        return group_norm_problem(
-            problem,
-            ActNormAct(False, before, form.norm, form.after),
-            input_layout=problem.output_layout,
-            output_layout=problem.output_layout,
-            batch=batch,
-        )
-
-    def statistics(self, program: ForwardProgram, config: Any, partials: Any) -> tuple[Any, Any]:
-        """Appends the step that merges partial moments, if any. What a pass behind takes: the
-        problem from the convolution's output on, and where statistics lie."""
-        norm = self.behind(program)
-        statistics = program.statistics()
-        if program.form.norm is not None:
-            program.compiled.per_chunk(
-                self.room.MergeMoments(
-                    config,
-                    problem=norm,
-                    partials=partials,
-                    statistics=statistics,
-                    mean=program.mean,
-                    rstd=program.rstd,
-                )
-            )
-        return norm, statistics
-
 
 def only_phase(problem: ForwardProblem) -> Phase:
     """The one convolution that a supported problem lowers to."""
@@ -236,7 +152,7 @@ def only_phase(problem: ForwardProblem) -> Phase:
     return lowered
 
 
-class CutlassSm90(Sm90Kernel):
+class CutlassSm90(Sm90Row):
     """A row of ``_C.sm90.rows()``."""
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:

@@ -14,19 +14,12 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-    ProgramPlan,
-    equal_chunk,
-)
-from fusedconv.kernels.cuda.sm90 import Sm90Kernel
+from fusedconv.kernels.cuda.convolution import InPlaceRow
+from fusedconv.kernels.cuda.program import FAMILIES, ForwardProgram, NotBuiltForward
+from fusedconv.kernels.cuda.sm90 import Sm90Row
 from fusedconv.plan import Kernel
-from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.problem import ForwardProblem
 
-#: Scratch that one chunk of samples may take.
-CHUNK_BYTES = 2 << 30
 #: Tiles of a launch, which are counted in 32 bits.
 MOST_TILES = 1 << 30
 
@@ -55,7 +48,7 @@ class CostConstants:
 COSTS = CostConstants(main_loop=0.7946, staged_byte=0.04124, crowded_byte=0.07)
 
 
-class RunsSm90(Sm90Kernel):
+class RunsSm90(InPlaceRow, Sm90Row):
     """A row of ``_C.sm90.runs.rows()``."""
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
@@ -65,7 +58,7 @@ class RunsSm90(Sm90Kernel):
         """Milliseconds of a supported problem, were the constants these."""
         assert problem.conv is not None
         config = self.config(problem, device)
-        chunk = self._chunk(problem, config)
+        chunk = self.chunk(problem, config)
         taps = config.k_iterations * math.prod(problem.conv.kernel_size[-2:])
         strict = self.precision == "fp32"
         tap = _STRICT_TAP_CYCLES if strict else _TAP_CYCLES * costs.main_loop
@@ -89,75 +82,32 @@ class RunsSm90(Sm90Kernel):
         conv = max(
             chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(read + output)
         )
-        passes = _passes(problem)
-        moved = passes * (output + problem.output_elements * problem.output_dtype.itemsize)
-        if problem.layout == "strided":
-            moved += 2 * problem.input_elements * size
-        launches = (1 + chunks * (1 + passes + (problem.norm is not None))) if chunks else 0
-        return conv + device.copy_milliseconds(moved) + device.launch_milliseconds * launches
+        return conv + self.milliseconds_beside(problem, device, chunks)
 
-    def _chunk(self, problem: ForwardProblem, config: Any) -> int:
-        """Samples per pass over the steps: what fits the scratch limit, one at least."""
-        scratch = config.partial_bytes_per_sample if problem.norm is not None else 0
-        if _goes_through_scratch(problem):
-            scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
-        most = min(CHUNK_BYTES // max(1, scratch), (MOST_TILES - 1) // config.tiles)
-        return equal_chunk(problem.batch, most)
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        return (MOST_TILES - 1) // int(config.tiles)
 
-    def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
-        config = self.config(problem, device)
-        chunk = self._chunk(problem, config)
-        program = ForwardProgram(problem, device, chunk)
-        if problem.save:
-            output = program.conv_output
-        elif _goes_through_scratch(problem):
-            size = problem.output_elements // problem.batch * problem.dtype.itemsize
-            output = program.scratch(size)
-        else:
-            output = program.output
-        partials = self.convolve(program, config, output)
-        if problem.norm is not None and self.room.merges_in_passing(
+    def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
+        problem = program.problem
+        chunk = self.chunk(problem, config)
+        if problem.norm is None or not self.room.merges_in_passing(
             config, self.behind(program, batch=chunk)
         ):
-            program.compiled.per_chunk(
-                self.room.NormalizeMerging(
-                    config,
-                    problem=self.behind(program),
-                    input=output,
-                    partials=partials,
-                    mean=program.mean,
-                    rstd=program.rstd,
-                    weight=program.norm_weight,
-                    bias=program.norm_bias,
-                    output=program.output,
-                )
+            super().finish(program, config, input, partials)
+            return
+        program.compiled.per_chunk(
+            self.room.NormalizeMerging(
+                config,
+                problem=self.behind(program),
+                input=input,
+                partials=partials,
+                mean=program.mean,
+                rstd=program.rstd,
+                weight=program.norm_weight,
+                bias=program.norm_bias,
+                output=program.output,
             )
-        elif _passes(problem):
-            norm, statistics = self.statistics(program, config, partials)
-            program.compiled.per_chunk(
-                _C.group_norm.Normalize(
-                    problem=norm,
-                    input=output,
-                    statistics=statistics,
-                    weight=program.norm_weight,
-                    bias=program.norm_bias,
-                    output=program.output,
-                )
-            )
-        return program.plan(self.name)
-
-
-def _goes_through_scratch(problem: ForwardProblem) -> bool:
-    """Whether the convolution's output is of another dtype than the result."""
-    return not problem.save and problem.output_dtype != problem.dtype
-
-
-def _passes(problem: ForwardProblem) -> int:
-    """Passes over the convolution's output: one, unless that is the result."""
-    form = act_norm_act(problem.epilogue)
-    assert isinstance(form, ActNormAct)
-    done = form.norm is None and form.after == "identity" and not problem.save
-    return 0 if done and problem.output_dtype == problem.dtype else 1
+        )
 
 
 def kernels() -> list[Kernel]:

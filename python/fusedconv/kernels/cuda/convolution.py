@@ -1,0 +1,181 @@
+"""What rows of compiled convolutions share: a ``Config`` made of a problem, and the steps that pack
+the weight, convolve with the epilogue and merge the moments of GroupNorm."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.activations import COMPILED
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
+from fusedconv.plan import ForwardKernel
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+
+#: Scratch that one chunk of samples may take.
+CHUNK_BYTES = 2 << 30
+
+
+def by_axis(values: tuple[int, ...], filler: int = 1) -> tuple[int, int, int]:
+    """By depth, height and width, with ``filler`` for the leading axes that a problem lacks."""
+    one, two, three = (*(filler,) * (3 - len(values)), *values)
+    return one, two, three
+
+
+class ConvolutionRow(ForwardKernel):
+    """A row of ``room.rows()``, whose ``Config`` and steps the room has too."""
+
+    def __init__(self, room: Any, index: int, row: Any) -> None:
+        self.room = room
+        self.index = index
+        self.row = row
+        self.name = row.name
+        self.precision: str = _C.math_traits(row.math).precision
+
+    @abstractmethod
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        """How the row serves a problem of any batch size; whether it does is its ``support``."""
+
+    def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
+        """Appends the step that packs the weight; where the packed filter lies."""
+        conv = program.problem.conv
+        assert conv is not None
+        filter = program.scratch(0, config.filter_bytes)
+        program.compiled.before(
+            self.room.PackFilter(
+                config,
+                source=_C.FilterSource(
+                    c=conv.in_channels,
+                    k=conv.out_channels // conv.groups,
+                    taps=by_axis(conv.kernel_size),
+                    strides=five_strides(conv.weight_strides),
+                ),
+                weight=program.weight,
+                filter=filter,
+            )
+        )
+        return filter
+
+    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
+        """Appends the steps that pack the weight and convolve into ``output``: activated, or where
+        the problem saves, before the activation; where partial moments of activated values lie."""
+        filter = self.pack_filter(program, config)
+        partials = program.absent
+        if program.form.norm is not None:
+            partials = program.scratch(config.partial_bytes_per_sample)
+        program.compiled.per_chunk(
+            self.room.Convolve(
+                config,
+                activation=COMPILED[program.form.before],
+                activates_output=not program.problem.save,
+                input=program.input,
+                filter=filter,
+                bias=program.bias,
+                output=output,
+                partials=partials,
+            )
+        )
+        return partials
+
+    def behind(self, program: ForwardProgram, batch: int = 0) -> Any:
+        """The problem from the convolution's output on; ``batch`` 0 leaves it to the program."""
+        problem, form = program.problem, program.form
+        # A saved convolution output is kept as it is before the activation, which then is applied
+        # once for the moments and once more behind them.
+        before = form.before if problem.save else "identity"
+        return group_norm_problem(
+            problem,
+            ActNormAct(False, before, form.norm, form.after),
+            input_layout=problem.output_layout,
+            output_layout=problem.output_layout,
+            batch=batch,
+        )
+
+    def statistics(self, program: ForwardProgram, config: Any, partials: Any) -> tuple[Any, Any]:
+        """Appends the step that merges partial moments, if any. What a pass behind takes: the
+        problem from the convolution's output on, and where statistics lie."""
+        norm = self.behind(program)
+        statistics = program.statistics()
+        if program.form.norm is not None:
+            program.compiled.per_chunk(
+                self.room.MergeMoments(
+                    config,
+                    problem=norm,
+                    partials=partials,
+                    statistics=statistics,
+                    mean=program.mean,
+                    rstd=program.rstd,
+                )
+            )
+        return norm, statistics
+
+
+class InPlaceRow(ConvolutionRow):
+    """One that stores the tensor's own order: what normalises goes over it in place, unless a saved
+    convolution output or another dtype asks for a second tensor."""
+
+    @abstractmethod
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        """Of one launch."""
+
+    def chunk(self, problem: ForwardProblem, config: Any) -> int:
+        """Samples per pass over the steps: what fits the scratch limit, one at least."""
+        scratch = config.partial_bytes_per_sample if problem.norm is not None else 0
+        if _goes_through_scratch(problem):
+            scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
+        most = min(CHUNK_BYTES // max(1, scratch), self.most_samples(problem, config))
+        return equal_chunk(problem.batch, most)
+
+    def milliseconds_beside(self, problem: ForwardProblem, device: Device, chunks: int) -> float:
+        """What all but the convolution itself is estimated to take."""
+        passes = _passes(problem)
+        output = problem.output_elements
+        moved = passes * output * (problem.dtype.itemsize + problem.output_dtype.itemsize)
+        if problem.layout == "strided":
+            moved += 2 * problem.input_elements * problem.dtype.itemsize
+        launches = (1 + chunks * (1 + passes + (problem.norm is not None))) if chunks else 0
+        return device.copy_milliseconds(moved) + device.launch_milliseconds * launches
+
+    def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
+        config = self.config(problem, device)
+        program = ForwardProgram(problem, device, self.chunk(problem, config))
+        if problem.save:
+            output = program.conv_output
+        elif _goes_through_scratch(problem):
+            size = problem.output_elements // problem.batch * problem.dtype.itemsize
+            output = program.scratch(size)
+        else:
+            output = program.output
+        partials = self.convolve(program, config, output)
+        if _passes(problem):
+            self.finish(program, config, output, partials)
+        return program.plan(self.name)
+
+    def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
+        """Appends the steps from the convolution's output to the result."""
+        norm, statistics = self.statistics(program, config, partials)
+        program.compiled.per_chunk(
+            _C.group_norm.Normalize(
+                problem=norm,
+                input=input,
+                statistics=statistics,
+                weight=program.norm_weight,
+                bias=program.norm_bias,
+                output=program.output,
+            )
+        )
+
+
+def _goes_through_scratch(problem: ForwardProblem) -> bool:
+    """Whether the convolution's output is of another dtype than the result."""
+    return not problem.save and problem.output_dtype != problem.dtype
+
+
+def _passes(problem: ForwardProblem) -> int:
+    """Passes over the convolution's output: one, unless that is the result."""
+    form = act_norm_act(problem.epilogue)
+    assert isinstance(form, ActNormAct)
+    done = form.norm is None and form.after == "identity" and not problem.save
+    return 0 if done and problem.output_dtype == problem.dtype else 1

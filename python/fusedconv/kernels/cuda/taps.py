@@ -1,0 +1,216 @@
+"""Transposed convolution of any stride, filter, group and layout by lists of taps, in one kernel.
+
+The sub-pixel phases of the output share a grid of positions. A block multiplies some output
+channels of some phases by a rectangle of positions: each phase reads its own taps of one box of the
+input, the epilogue adds the bias, activates, stores the phases side by side in the caller's layout
+and leaves the moments of GroupNorm. What normalises goes over the output in place. A row is a way
+in which products are formed, and how many channels of phases a block has for how many positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    NotBuiltForward,
+    launched_chunks,
+    supports_forward,
+    supports_precision,
+)
+from fusedconv.lowering import lower
+from fusedconv.plan import Kernel
+from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.support import Support
+
+#: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
+MOST_PIXELS = 1 << 30
+MOST_TAPS = 1 << 20
+#: Blocks of a launch and partial moments of a group are counted to, a few less than 2**31.
+MOST_BLOCKS = (1 << 31) - (1 << 10)
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor."""
+
+    #: A block's products of one tap for 64 bytes of channels, by precision.
+    step: Mapping[str, float]
+    #: A position of a box whose 64 bytes of channels are staged, by how they are read.
+    staged: Mapping[str, float]
+    #: A block beside these: its list of taps and its epilogue.
+    block: float
+    #: What a block alone on its multiprocessor takes, in times of one among others.
+    alone: float
+
+
+#: Of the rows by ``mma.sync``.
+COSTS = CostConstants(
+    step={"tf32": 1300.0, "fp32": 4000.0, "fp16": 1300.0, "bf16": 1300.0},
+    staged={"nchw": 2.0, "nhwc": 2.0, "element by element": 6.0},
+    block=4000.0,
+    alone=1.5,
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(
+    room: Any,
+    row: int,
+    conv: ConvTransposeGeometry,
+    spatial: tuple[int, ...],
+    layout: str,
+    aligned: bool,
+    device: Device,
+) -> Any:
+    return room.Config(
+        room.rows()[row],
+        problem=room.Problem(
+            channels=conv.in_channels // conv.groups,
+            output_channels=conv.out_channels // conv.groups,
+            groups=conv.groups,
+            input=by_axis(spatial),
+            output=by_axis(conv.output_spatial(spatial)),
+            kernel=by_axis(conv.kernel_size),
+            stride=by_axis(conv.stride),
+            padding=by_axis(conv.padding, 0),
+            dilation=by_axis(conv.dilation),
+            layout=_C.Layout[layout],
+            aligned=aligned,
+        ),
+        device=device.compiled,
+    )
+
+
+class Taps(InPlaceRow):
+    """A row of ``room.rows()``; ``costs`` are those of the room's kernels."""
+
+    def __init__(
+        self, room: Any, index: int, row: Any, *, provider: str, costs: CostConstants
+    ) -> None:
+        super().__init__(room, index, row)
+        self.provider = provider
+        self.costs = costs
+
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        assert problem.conv is not None
+        strided = problem.layout == "strided"  # copied to contiguous NCHW first
+        return _config(
+            self.room,
+            self.index,
+            problem.conv,
+            problem.spatial,
+            problem.output_layout,
+            strided or problem.aligned,
+            device,
+        )
+
+    # ---- what it serves ----
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        conv = problem.conv
+        if conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        for support in (
+            supports_forward(problem, device),
+            supports_precision(problem, self.precision),
+            _supports_extents(conv, problem.spatial),
+        ):
+            if not support:
+                return support
+        config = self.config(problem, device)
+        support = Support.of(config.support)
+        if not support:
+            return support
+        blocks = _sample_blocks(problem, config)
+        if blocks > MOST_BLOCKS:
+            return Support.no(f"a sample makes {blocks} blocks, at most {MOST_BLOCKS} are served")
+        if problem.norm is not None:
+            channels = problem.output_channels // problem.norm.groups(problem.output_channels)
+            moments = config.partial_slots * channels
+            if moments > MOST_BLOCKS:
+                return Support.no(
+                    f"a group leaves {moments} partial moments, at most {MOST_BLOCKS} are merged"
+                )
+        return Support.yes()
+
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        return MOST_BLOCKS // _sample_blocks(problem, config)
+
+    # ---- what it costs ----
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, self.costs)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        config = self.config(problem, device)
+        block = (
+            config.chunks * _block_steps(problem, config) * costs.step[self.precision]
+            + config.chunks * config.stages * math.prod(config.box) * costs.staged[config.reads]
+            + costs.block
+        )
+        multiprocessors = max(1, device.multiprocessors)
+        chunk = self.chunk(problem, config)
+        waves = 0.0
+        for samples, launches in launched_chunks(problem.batch, chunk):
+            blocks = samples * _sample_blocks(problem, config)
+            waves += launches * max(costs.alone, math.ceil(blocks / multiprocessors))
+        moved = (problem.input_elements + problem.output_elements) * problem.dtype.itemsize
+        milliseconds = max(
+            waves * block * 1e3 / device.clock_hertz, device.copy_milliseconds(moved)
+        )
+        chunks = -(-problem.batch // chunk)
+        return milliseconds + self.milliseconds_beside(problem, device, chunks)
+
+
+def _supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
+    """Whether positions, pixels and taps can be counted in 32 bits."""
+    output = conv.output_spatial(spatial)
+    # Before the output is cropped by the padding.
+    whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
+    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
+        return Support.no(
+            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
+            f"counted to {MOST_PIXELS}"
+        )
+    taps = math.prod(conv.kernel_size)
+    if taps >= MOST_TAPS:
+        return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
+    return Support.yes()
+
+
+def _sample_blocks(problem: ForwardProblem, config: Any) -> int:
+    assert problem.conv is not None
+    return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
+
+
+def _block_steps(problem: ForwardProblem, config: Any) -> float:
+    """Taps of a block on average: those that any of its phases has."""
+    assert problem.conv is not None
+    phases = [[phase.taps for phase in axis] for axis in lower(problem.conv, problem.spatial).axes]
+    # A block's phases are neighbours, first along width, then along height and depth.
+    several = math.ceil(math.prod(map(len, phases)) / config.blocks_m)
+    steps = 1.0
+    for axis, joined in zip(reversed(phases), (config.width_phases, 1, 1), strict=True):
+        span = max(joined, min(several, len(axis)))
+        most = [max(axis[i : i + span]) for i in range(0, len(axis), span)]
+        steps *= sum(most) / len(most)
+        several = math.ceil(several / len(axis))
+    return steps
+
+
+def kernels() -> list[Kernel]:
+    if "taps" not in FAMILIES:
+        return [NotBuiltForward("taps_conv", "taps_sm80")]
+    return [
+        Taps(_C.taps, index, row, provider="taps_sm80", costs=COSTS)
+        for index, row in enumerate(_C.taps.rows())
+    ]

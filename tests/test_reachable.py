@@ -39,6 +39,8 @@ SIZES = (
     (16, (32, 32, 32), 3),
     (64, (16, 20, 20), 1),
 )
+#: The same of strides as large as the kernel.
+PATCHES = ((4, (37, 37), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
@@ -53,9 +55,10 @@ def asked_for(precision: str, layout: str, groups: int, **fields: object) -> For
 
 def convolutions() -> Iterator[Problem]:
     for precision, layout, (channels, out), (batch, spatial, kernel) in itertools.product(
-        DTYPES, LAYOUTS, CHANNELS, SIZES
+        DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES)
     ):
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
+        stride = kernel if (batch, spatial, kernel) in PATCHES else 1
         for padding in {0, kernel // 2}:
             yield asked_for(
                 precision,
@@ -64,7 +67,9 @@ def convolutions() -> Iterator[Problem]:
                 batch=batch,
                 channels=channels,
                 spatial=spatial,
-                conv=geometry_of(weight, padding=(padding,) * len(spatial)),
+                conv=geometry_of(
+                    weight, padding=(padding,) * len(spatial), stride=(stride,) * len(spatial)
+                ),
             )
 
 

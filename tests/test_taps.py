@@ -418,23 +418,40 @@ def test_forced_by_name_and_by_provider(kernel):
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_strided_layers_are_served_by_these(precision):
     kernel = next(k for k in KERNELS if k.precision == precision)
-    asked = LARGE.problem(kernel, batch=16)
-    for architecture in (80, 90):
-        (explanation,) = explained(asked, device=KNOWN[architecture])
-        assert explanation.provider.startswith("taps_"), explanation
+    mask = Sizes(64, 32, 1, (128, 128), (2, 2), (2, 2), (0, 0), (0, 0), (1, 1))
+    normalised = Sizes(
+        48, 48, 1, (32, 32, 32), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), (1, 1, 1)
+    )
+    for asked in (
+        mask.problem(kernel, batch=16),
+        normalised.problem(kernel, norm=group_norm_stage(48)),
+    ):
+        for architecture in (80, 90):
+            (explanation,) = explained(asked, device=KNOWN[architecture])
+            assert explanation.provider.startswith("taps_"), explanation.kernel
+
+
+def test_a_tensor_with_few_positions_is_left_to_torch():
+    """Where a layer's blocks are fewer than multiprocessors."""
+    kernel = next(k for k in KERNELS if k.precision == "bf16")
+    few = replace(LARGE, channels=512, spatial=(8, 8))
+    (explanation,) = explained(few.problem(kernel, batch=1), device=H200)
+    assert explanation.provider == "torch"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_the_cost_is_of_what_blocks_multiply(kernel):
-    """Half of the channels, of the batch or of the taps, half of the time."""
-    asked = replace(LARGE, channels=1024).problem(kernel, batch=64)
+    """Half of the channels or of the batch, half of the time; of the taps, as far as staging their
+    input leaves it."""
+    sizes = replace(LARGE, channels=1024)
+    asked = sizes.problem(kernel, batch=64)
     whole = kernel.cost(asked, H200)
-    for other in (
-        replace(LARGE, channels=512).problem(kernel, batch=64),
-        replace(asked, batch=32),
-        replace(LARGE, channels=1024, kernel=(2, 4), padding=(0, 1)).problem(kernel, batch=64),
+    for other, most in (
+        (replace(sizes, channels=512).problem(kernel, batch=64), 0.6),
+        (replace(asked, batch=32), 0.6),
+        (replace(sizes, kernel=(2, 4), padding=(0, 1)).problem(kernel, batch=64), 0.8),
     ):
-        assert 0.4 < kernel.cost(other, H200) / whole < 0.65
+        assert 0.4 < kernel.cost(other, H200) / whole < most
 
 
 def test_taps_of_a_block_are_those_of_its_phases():

@@ -39,24 +39,34 @@ MOST_BLOCKS = (1 << 31) - (1 << 10)
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor."""
+    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor but for ``pack``."""
 
     #: A block's products of one tap for 64 bytes of channels, by precision.
     step: Mapping[str, float]
+    #: A byte of the filter that a block reads.
+    filter: float
     #: A position of a box whose 64 bytes of channels are staged, by how they are read.
     staged: Mapping[str, float]
     #: A block beside these: its list of taps and its epilogue.
     block: float
-    #: What a block alone on its multiprocessor takes, in times of one among others.
+    #: What blocks take, in times of the above, where one of two on a multiprocessor is missing as
+    #: there are too few, and where shared memory has no room for a second.
     alone: float
+    crowded: float
+    #: Seconds of an element of the packed filter.
+    pack: float
 
 
-#: Of the rows by ``mma.sync``.
+#: Of the rows by ``mma.sync``, fitted to the times of 35 layers, mostly those of real models, in
+#: three precisions on an H200: the cheapest row by these takes 1.4 % longer than the best.
 COSTS = CostConstants(
-    step={"tf32": 1300.0, "fp32": 4000.0, "fp16": 1300.0, "bf16": 1300.0},
-    staged={"nchw": 2.0, "nhwc": 2.0, "element by element": 6.0},
-    block=4000.0,
-    alone=1.5,
+    step={"tf32": 418.0, "fp32": 1560.0, "fp16": 253.0, "bf16": 253.0},
+    filter=0.0549,
+    staged={"nchw": 6.94, "nhwc": 6.94, "element by element": 17.1},
+    block=13000.0,
+    alone=1.19,
+    crowded=1.37,
+    pack=2.9e-11,
 )
 
 
@@ -152,23 +162,25 @@ class Taps(InPlaceRow):
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
-        block = (
-            config.chunks * _block_steps(problem, config) * costs.step[self.precision]
+        steps = config.chunks * _block_steps(problem, config)
+        loop = (
+            steps * (costs.step[self.precision] + _step_bytes(problem, config) * costs.filter)
             + config.chunks * config.stages * math.prod(config.box) * costs.staged[config.reads]
-            + costs.block
         )
+        # Strict fp32 takes the registers of a second block.
+        if self.precision != "fp32" and 2 * config.shared_bytes > device.shared_bytes:
+            loop *= costs.crowded
         multiprocessors = max(1, device.multiprocessors)
         chunk = self.chunk(problem, config)
-        waves = 0.0
+        cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
-            blocks = samples * _sample_blocks(problem, config)
-            waves += launches * max(costs.alone, math.ceil(blocks / multiprocessors))
+            waves = math.ceil(samples * _sample_blocks(problem, config) / multiprocessors)
+            cycles += launches * (max(costs.alone, waves) * loop + waves * costs.block)
         moved = (problem.input_elements + problem.output_elements) * problem.dtype.itemsize
-        milliseconds = max(
-            waves * block * 1e3 / device.clock_hertz, device.copy_milliseconds(moved)
-        )
+        milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
+        packed = config.filter_bytes / problem.dtype.itemsize * costs.pack * 1e3
         chunks = -(-problem.batch // chunk)
-        return milliseconds + self.milliseconds_beside(problem, device, chunks)
+        return milliseconds + packed + self.milliseconds_beside(problem, device, chunks)
 
 
 def _supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
@@ -190,6 +202,13 @@ def _supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> 
 def _sample_blocks(problem: ForwardProblem, config: Any) -> int:
     assert problem.conv is not None
     return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
+
+
+def _step_bytes(problem: ForwardProblem, config: Any) -> float:
+    """Of the packed filter, for a tap of a block and a chunk of its channels."""
+    assert problem.conv is not None
+    blocks = config.blocks_m * problem.conv.groups
+    return float(config.filter_bytes / (blocks * config.chunks * config.stages * config.steps))
 
 
 def _block_steps(problem: ForwardProblem, config: Any) -> float:

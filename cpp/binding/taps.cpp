@@ -19,9 +19,10 @@ void bind_taps(py::module_& m) {
       .def_readonly("groups", &Row::groups, "Row groups of a block.");
   room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   using Extents = std::array<int, kMaxAxes>;
-  py::class_<Problem>(room, "Problem",
-                      "A transposed convolution; channels are those of one group, extents by depth, "
-                      "height, width.")
+  py::class_<Problem>(
+      room, "Problem",
+      "A transposed convolution; channels are those of one group, extents by depth, "
+      "height, width.")
       .def(py::init([](int channels, int output_channels, int groups, Extents const& input,
                        Extents const& output, Extents const& kernel, Extents const& stride,
                        Extents const& padding, Extents const& dilation, Layout layout,

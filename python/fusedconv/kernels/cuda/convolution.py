@@ -12,6 +12,7 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
 from fusedconv.plan import ForwardKernel
+from fusedconv.precision import Precision
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 
 #: Scratch that one chunk of samples may take.
@@ -32,7 +33,7 @@ class ConvolutionRow(ForwardKernel):
         self.index = index
         self.row = row
         self.name = row.name
-        self.precision: str = _C.math_traits(row.math).precision
+        self.precision: Precision = _C.math_traits(row.math).precision
 
     @abstractmethod
     def config(self, problem: ForwardProblem, device: Device) -> Any:

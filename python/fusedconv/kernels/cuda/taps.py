@@ -35,17 +35,21 @@ MOST_PIXELS = 1 << 30
 MOST_TAPS = 1 << 20
 #: Blocks of a launch and partial moments of a group are counted to, a few less than 2**31.
 MOST_BLOCKS = (1 << 31) - (1 << 10)
+#: Of channels, in a stage.
+CHUNK_BYTES = 64
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor but for ``pack``."""
+    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor unless it says otherwise."""
 
-    #: A block's products of one tap for 64 bytes of channels, by precision.
-    step: Mapping[str, float]
+    #: Rows times positions of a block.
+    area: int
+    #: A block's products, over what the tensor cores take for them at full rate, by precision.
+    products: Mapping[str, float]
     #: A byte of the filter that a block reads.
     filter: float
-    #: A position of a box whose 64 bytes of channels are staged, by how they are read.
+    #: A position of a box whose chunk of channels is staged, by how they are read.
     staged: Mapping[str, float]
     #: A block beside these: its list of taps and its epilogue.
     block: float
@@ -57,16 +61,17 @@ class CostConstants:
     pack: float
 
 
-#: Of the rows by ``mma.sync``, fitted to the times of 35 layers, mostly those of real models, in
-#: three precisions on an H200: the cheapest row by these takes 1.4 % longer than the best.
+#: Of the rows by ``mma.sync``, fitted to the times of 41 layers, mostly those of real models, in
+#: three precisions on an H200: the cheapest row by these takes 1.8 % longer than the best.
 COSTS = CostConstants(
-    step={"tf32": 418.0, "fp32": 1560.0, "fp16": 253.0, "bf16": 253.0},
-    filter=0.0549,
-    staged={"nchw": 6.94, "nhwc": 6.94, "element by element": 17.1},
-    block=13000.0,
-    alone=1.19,
-    crowded=1.37,
-    pack=2.9e-11,
+    area=1 << 14,
+    products={"tf32": 2.16, "fp32": 2.15, "fp16": 1.46, "bf16": 1.46},
+    filter=0.0475,
+    staged={"nchw": 6.22, "nhwc": 6.22, "element by element": 16.5},
+    block=13300.0,
+    alone=1.18,
+    crowded=1.23,
+    pack=2.86e-11,
 )
 
 
@@ -162,15 +167,18 @@ class Taps(InPlaceRow):
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
+        multiprocessors = max(1, device.multiprocessors)
         steps = config.chunks * _block_steps(problem, config)
+        rate = device.tensor_flops(self.precision)
+        flops = 2.0 * costs.area * CHUNK_BYTES / problem.dtype.itemsize
+        step = costs.products[self.precision] * flops * multiprocessors / rate * device.clock_hertz
         loop = (
-            steps * (costs.step[self.precision] + _step_bytes(problem, config) * costs.filter)
+            steps * (step + _step_bytes(problem, config) * costs.filter)
             + config.chunks * config.stages * math.prod(config.box) * costs.staged[config.reads]
         )
         # Strict fp32 takes the registers of a second block.
         if self.precision != "fp32" and 2 * config.shared_bytes > device.shared_bytes:
             loop *= costs.crowded
-        multiprocessors = max(1, device.multiprocessors)
         chunk = self.chunk(problem, config)
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):

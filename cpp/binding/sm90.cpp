@@ -83,6 +83,7 @@ void bind_sm90(py::module_& m) {
   bind_config(room);
   bind_steps(room);
   bind_sm90_runs(room);
+  bind_sm90_taps(room);
 }
 
 }  // namespace fusedconv::binding

@@ -91,7 +91,7 @@ struct Unit {
     }
   }
 
-  // The 16 bytes of the unit's first or second position.
+  // The 16 bytes of the unit's first or second position; which, a lane may choose.
   __device__ __forceinline__ uint4 piece(int position) const {
     uint32_t result[4];
 #pragma unroll
@@ -221,9 +221,13 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
           int const at = run * step + own;
           if (unit >= units) break;
           unsigned char* const target = box + (piece * p.positions + at) * 16;
-          if (at < p.positions) put<Traits>(target, batch[i].piece(0), part_bytes);
-          if constexpr (U::kPairs) {
-            if (at + 1 < p.positions) put<Traits>(target + 16, batch[i].piece(1), part_bytes);
+#pragma unroll
+          for (int pass = 0; pass < (U::kPairs ? 2 : 1); ++pass) {
+            // Lanes begin with different positions of their pairs, for the sake of banks.
+            int const position = U::kPairs ? pass ^ (lane >> 2 & 1) : 0;
+            if (at + position < p.positions) {
+              put<Traits>(target + position * 16, batch[i].piece(position), part_bytes);
+            }
           }
         }
       }

@@ -98,6 +98,7 @@ void group_rows(Schedule& s, Problem const& p, Shape const& shape) {
       }
     }
     s.block_taps = std::max(s.block_taps, total);
+    s.mean_taps += double(total) * (s.shares_rows ? kConsumers : 1) / s.blocks_m;
   }
 }
 

@@ -80,6 +80,7 @@ struct Schedule {
   std::vector<uint16_t> first_tap;  // of each list, and behind the last
   std::vector<Tap> taps;
   int block_taps = 0;  // most filter blocks of a chunk and a block of rows
+  double mean_taps = 0.0;  // row groups times taps of a block of rows, in both consumers
   int64_t filter_bytes = 0;
   int shared_bytes = 0;
 

@@ -1,0 +1,54 @@
+// The convolutions of any stride by warpgroup products. Their problems are bound with the family
+// of every architecture.
+#include <pybind11/stl.h>
+
+#include "binding/binding.hpp"
+#include "binding/conv.hpp"
+#include "conv/taps/sm90/steps.hpp"
+
+namespace fusedconv::binding {
+
+void bind_sm90_taps(py::module_& room) {
+  using namespace conv::taps::sm90;
+  using conv::taps::Problem;
+  py::module_ m = room.def_submodule("taps", "Convolutions of any stride by warpgroup products.");
+  py::class_<Row>(m, "Row", "One compiled kernel.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math)
+      .def_property_readonly(
+          "row_groups", [](Row const& row) { return row.shape.row_groups; }, "Of a consumer.")
+      .def_property_readonly(
+          "columns", [](Row const& row) { return row.shape.columns; }, "Of a consumer: positions.");
+  m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
+  auto const scheduled = [](auto Schedule::* field) {
+    return [field](Config const& config) { return config.schedule.*field; };
+  };
+  py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
+      .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
+           py::arg("problem"), py::arg("device"))
+      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("reads", &Config::reads)
+      .def_property_readonly("blocks_m", scheduled(&Schedule::blocks_m),
+                             "Blocks of rows in a convolution group.")
+      .def_property_readonly("shares_rows", scheduled(&Schedule::shares_rows),
+                             "Consumers have the same rows, and columns of their own.")
+      .def_property_readonly("tile", scheduled(&Schedule::tile), "Positions by axis.")
+      .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of a sample, by axis.")
+      .def_property_readonly("box", scheduled(&Schedule::box), "Staged positions by axis.")
+      .def_property_readonly("positions", scheduled(&Schedule::positions), "Of a stage.")
+      .def_property_readonly("pieces", scheduled(&Schedule::pieces),
+                             "Of 16 bytes of a position's channels, in a stage.")
+      .def_property_readonly("chunks", scheduled(&Schedule::chunks), "Of channels.")
+      .def_property_readonly(
+          "taps", [](Config const& config) { return config.schedule.mean_taps; },
+          "Row groups times taps of a block of rows, on average, in both consumers.")
+      .def_property_readonly("stages", scheduled(&Schedule::stages), "Of the input's ring.")
+      .def_property_readonly("slots", scheduled(&Schedule::slots), "Of the filter's ring.")
+      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("partial_slots", &Config::partial_slots)
+      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+  bind_shared_steps<Config>(m);
+}
+
+}  // namespace fusedconv::binding

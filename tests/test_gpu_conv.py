@@ -42,7 +42,7 @@ def eager_precision(monkeypatch):
 
 
 def conv_rows() -> list[str]:
-    rows = (sm80.CutlassSm80, sm90.CutlassSm90, taps.Taps)
+    rows = (sm80.CutlassSm80, sm90.CutlassSm90, taps.TapsRow)
     return [kernel.name for kernel in registry().kernels() if isinstance(kernel, rows)]
 
 

@@ -23,7 +23,9 @@ from fusedconv.lowering import lower
 from fusedconv.registry import registry
 from fusedconv.selection import choose
 
-KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, taps.Taps)]
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, taps.TapsRow)]
+#: Whose schedules these tests know, and which serve every problem.
+SM80 = [kernel for kernel in KERNELS if isinstance(kernel, taps.TapsSm80)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
 
 H200 = KNOWN[90]
@@ -31,7 +33,7 @@ CHUNK_BYTES = 64  # of channels, in a stage
 names = {"ids": lambda kernel: kernel.name}
 
 
-def element_bytes(kernel: taps.Taps) -> int:
+def element_bytes(kernel: taps.TapsRow) -> int:
     return DTYPES[kernel.precision].itemsize
 
 
@@ -52,7 +54,7 @@ class Sizes:
     def weight(self) -> torch.Tensor:
         return torch.randn(self.channels, self.out // self.groups, *self.kernel).double()
 
-    def problem(self, kernel: taps.Taps, **changes: object) -> ForwardProblem:
+    def problem(self, kernel: taps.TapsRow, **changes: object) -> ForwardProblem:
         fields = dict(
             stride=self.stride,
             padding=self.padding,
@@ -199,7 +201,7 @@ def lead_of(config, kernel, sizes: Sizes) -> int:
     return lowest % (16 // element_bytes(kernel))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_blocks_compute_the_convolution(kernel, layout):
     generator = random.Random(kernel.name)
@@ -235,7 +237,7 @@ def test_blocks_compute_the_convolution(kernel, layout):
     assert read == {layout, "element by element"}
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 def test_what_a_schedule_says_of_sizes(kernel):
     generator = random.Random(kernel.name)
     split = 0
@@ -264,7 +266,7 @@ def test_what_a_schedule_says_of_sizes(kernel):
         assert config.filter_bytes >= least * math.prod(most)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 def test_a_box_beyond_shared_memory_is_split(kernel):
     wide = Sizes(8, 8, 1, (300,), (3,), (1,), (0,), (0,), (400,))
     config = kernel.config(wide.problem(kernel), H200)
@@ -289,7 +291,7 @@ def products_of(sizes: Sizes) -> float:
 PLAIN = Sizes(16, 24, 1, (9, 11), (4, 4), (2, 2), (1, 1), (0, 0), (1, 1))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 def test_every_problem_of_the_family_is_served(kernel):
     generator = random.Random(kernel.name)
     for _ in range(100):
@@ -340,7 +342,7 @@ def test_devices_and_precisions_that_are_refused(kernel):
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 def test_a_stride_and_a_filter_beyond_what_is_counted(kernel):
     far = Sizes(16, 16, 1, (3,), (2,), (40_000,), (0,), (0,), (1,))
     assert "stride" in kernel.supports(far.problem(kernel), H200).reason
@@ -439,7 +441,7 @@ def test_a_tensor_with_few_positions_is_left_to_torch():
     assert explanation.provider == "torch"
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", SM80, **names)
 def test_the_cost_is_of_what_blocks_multiply(kernel):
     """Half of the channels or of the batch, half of the time; of the taps, as far as staging their
     input leaves it."""
@@ -455,7 +457,7 @@ def test_the_cost_is_of_what_blocks_multiply(kernel):
 
 
 def test_taps_of_a_block_are_those_of_its_phases():
-    kernel = KERNELS[0]
+    kernel = SM80[0]
     # Phases of 1 and 2 taps along either axis; a block has both along width.
     odd = replace(LARGE, kernel=(3, 3), output_padding=(1, 1))
     asked = odd.problem(kernel)

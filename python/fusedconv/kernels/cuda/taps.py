@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from fusedconv.kernels.cuda.program import (
     NotBuiltForward,
     launched_chunks,
     supports_forward,
+    supports_only,
     supports_precision,
 )
 from fusedconv.lowering import lower
@@ -35,16 +37,15 @@ MOST_PIXELS = 1 << 30
 MOST_TAPS = 1 << 20
 #: Blocks of a launch and partial moments of a group are counted to, a few less than 2**31.
 MOST_BLOCKS = (1 << 31) - (1 << 10)
-#: Of channels, in a stage.
+#: Of a block by ``mma.sync``: its rows times its positions, and bytes of channels in a stage.
+BLOCK_AREA = 1 << 14
 CHUNK_BYTES = 64
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What ``Taps.estimate`` multiplies, in cycles of a multiprocessor unless it says otherwise."""
+    """What ``TapsSm80.estimate`` multiplies, in cycles of a multiprocessor but for ``pack``."""
 
-    #: Rows times positions of a block.
-    area: int
     #: A block's products, over what the tensor cores take for them at full rate, by precision.
     products: Mapping[str, float]
     #: A byte of the filter that a block reads.
@@ -64,7 +65,6 @@ class CostConstants:
 #: Of the rows by ``mma.sync``, fitted to the times of 41 layers, mostly those of real models, in
 #: three precisions on an H200: the cheapest row by these takes 1.8 % longer than the best.
 COSTS = CostConstants(
-    area=1 << 14,
     products={"tf32": 2.16, "fp32": 2.15, "fp16": 1.46, "bf16": 1.46},
     filter=0.0475,
     staged={"nchw": 6.22, "nhwc": 6.22, "element by element": 16.5},
@@ -104,15 +104,15 @@ def _config(
     )
 
 
-class Taps(InPlaceRow):
-    """A row of ``room.rows()``; ``costs`` are those of the room's kernels."""
+class TapsRow(InPlaceRow):
+    """What rows of ``_C.taps`` and of rooms in it serve, which share how a problem is described."""
 
-    def __init__(
-        self, room: Any, index: int, row: Any, *, provider: str, costs: CostConstants
-    ) -> None:
-        super().__init__(room, index, row)
-        self.provider = provider
-        self.costs = costs
+    #: The only compute capability, times ten, that it runs on; None for 8.0 and later.
+    architecture: int | None = None
+
+    @abstractmethod
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        """Blocks that a sample of a served problem takes."""
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         assert problem.conv is not None
@@ -127,14 +127,14 @@ class Taps(InPlaceRow):
             device,
         )
 
-    # ---- what it serves ----
-
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         conv = problem.conv
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
+        only = self.architecture
         for support in (
             supports_forward(problem, device),
+            Support.yes() if only is None else supports_only(device, only),
             supports_precision(problem, self.precision),
             _supports_extents(conv, problem.spatial),
         ):
@@ -144,7 +144,7 @@ class Taps(InPlaceRow):
         support = Support.of(config.support)
         if not support:
             return support
-        blocks = _sample_blocks(problem, config)
+        blocks = self.sample_blocks(problem, config)
         if blocks > MOST_BLOCKS:
             return Support.no(f"a sample makes {blocks} blocks, at most {MOST_BLOCKS} are served")
         if problem.norm is not None:
@@ -157,12 +157,20 @@ class Taps(InPlaceRow):
         return Support.yes()
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
-        return MOST_BLOCKS // _sample_blocks(problem, config)
+        return MOST_BLOCKS // self.sample_blocks(problem, config)
 
-    # ---- what it costs ----
+
+class TapsSm80(TapsRow):
+    """A row of ``_C.taps.rows()``."""
+
+    provider = "taps_sm80"
+
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        assert problem.conv is not None
+        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
-        return self.estimate(problem, device, self.costs)
+        return self.estimate(problem, device, COSTS)
 
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
@@ -170,7 +178,7 @@ class Taps(InPlaceRow):
         multiprocessors = max(1, device.multiprocessors)
         steps = config.chunks * _block_steps(problem, config)
         rate = device.tensor_flops(self.precision)
-        flops = 2.0 * costs.area * CHUNK_BYTES / problem.dtype.itemsize
+        flops = 2.0 * BLOCK_AREA * CHUNK_BYTES / problem.dtype.itemsize
         step = costs.products[self.precision] * flops * multiprocessors / rate * device.clock_hertz
         loop = (
             steps * (step + _step_bytes(problem, config) * costs.filter)
@@ -182,7 +190,7 @@ class Taps(InPlaceRow):
         chunk = self.chunk(problem, config)
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
-            waves = math.ceil(samples * _sample_blocks(problem, config) / multiprocessors)
+            waves = math.ceil(samples * self.sample_blocks(problem, config) / multiprocessors)
             cycles += launches * (max(costs.alone, waves) * loop + waves * costs.block)
         moved = (problem.input_elements + problem.output_elements) * problem.dtype.itemsize
         milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
@@ -205,11 +213,6 @@ def _supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> 
     if taps >= MOST_TAPS:
         return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
     return Support.yes()
-
-
-def _sample_blocks(problem: ForwardProblem, config: Any) -> int:
-    assert problem.conv is not None
-    return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
 
 def _step_bytes(problem: ForwardProblem, config: Any) -> float:
@@ -237,7 +240,4 @@ def _block_steps(problem: ForwardProblem, config: Any) -> float:
 def kernels() -> list[Kernel]:
     if "taps" not in FAMILIES:
         return [NotBuiltForward("taps_conv", "taps_sm80")]
-    return [
-        Taps(_C.taps, index, row, provider="taps_sm80", costs=COSTS)
-        for index, row in enumerate(_C.taps.rows())
-    ]
+    return [TapsSm80(_C.taps, index, row) for index, row in enumerate(_C.taps.rows())]

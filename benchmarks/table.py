@@ -1,20 +1,27 @@
-"""Prints the records of a results file as Markdown tables, times in milliseconds.
+"""Prints the records of a results file as Markdown tables, times in milliseconds, of layers in us.
 
 usage: python benchmarks/table.py [benchmarks/results/h200.json]
 
 Systems have one row a cell; speed-ups are fusedconv's, as torch comes, over the better of the two
 eagers and over the best peer. GroupNorm workloads are many and small: their rows are geometric
-means of the speed-ups over a peer, the least one, and the share of cells below 0.95.
+means of the speed-ups over a peer, the least one, and the share of cells below 0.95. Layers have
+a table for each pass and precision, with every contender in its best layout (* is channels last)
+and the time until a call returned.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import layer_rows
+from layer_rows import Row
+
 from fusedconv.benchmark import NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.benchmark.summary import LEVEL
 from fusedconv.models import SYSTEMS
 
 EAGERS = ("eager", "eager_cudnn_benchmark")
@@ -115,12 +122,58 @@ def in_short(ratios: dict[Cell, float] | None) -> str:
     return f"{text}, {summary.slower} of {len(ratios)} slower" if summary.slower else text
 
 
+def microseconds(record: dict | None) -> str:
+    if record is None:
+        return ""
+    time = record["median_ms"] * 1e3
+    return f"{time:.{1 if time < 10 else 0}f}{'*' if record['layout'] == 'nhwc' else ''}"
+
+
+def layer_row(row: Row, peers: Iterable[str]) -> list[str]:
+    floor, share = row.floor_ms, row.share
+    return [
+        row.layer,
+        "" if floor is None else f"{floor * 1e3:.1f}",
+        microseconds(row.ours),
+        "" if share is None else f"{share:.0%}",
+        f"{row.speed_up:.2f}x",
+        *(microseconds(row.best.get(name)) for name in peers),
+        f"{row.ours['host_us']:.0f}, {row.peer['host_us']:.0f}",
+        f"{row.ours['error_fp64'] / row.peer['error_fp64']:.2f}",
+        row.ours["kernel"],
+    ]
+
+
+def print_layers(records: list[dict]) -> None:
+    """A table for each pass and precision, the last row of geometric means."""
+    for (pass_, precision), found in layer_rows.rows(records).items():
+        peers = tuple(dict.fromkeys(name for row in found for name in row.peers))
+        speed_ups = layer_rows.summary(found)
+        shares = [row.share for row in found if row.share is not None]
+        print(f"{pass_} {precision}\n")
+        columns = ("layer", "floor", "fusedconv", "of the floor", "vs best peer", *peers)
+        last = [
+            "geometric mean",
+            *("", ""),
+            f"{statistics.geometric_mean(shares):.0%}" if shares else "",
+            f"{speed_ups.mean:.2f}x",
+            *("" for _ in peers),
+            *("", "", f"{speed_ups.slower} of {len(found)} below {LEVEL}x"),
+        ]
+        print_table(
+            (*columns, "host, best peer's", "error / best peer's", "kernel"),
+            (*(layer_row(row, peers) for row in found), last),
+        )
+        print()
+
+
 def main(path: Path) -> None:
     records = json.loads(path.read_text())["records"]
     systems = [record for record in records if record["workload"] in SYSTEMS]
     norms = [record for record in records if record["workload"] in NORMS]
     if systems:
         print_systems(systems)
+    print_layers(records)
     if norms:
         if systems:
             print()

@@ -91,6 +91,7 @@ def served(**changes) -> list[dict]:
     """What a child answers to a small job, computed in this process."""
     job = {
         **dict(device="cpu", index=None, rates={}, seconds=0.0, least=1, most=1, size="small"),
+        "flushes": False,
         "contenders": ["eager"],
         "cells": [
             cell.fields() for cell in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"])

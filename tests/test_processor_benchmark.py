@@ -17,7 +17,7 @@ from fusedconv.models import SIZES
 from fusedconv.testing import relative_error
 
 CPU = torch.device("cpu")
-SUITE = benchmark.SUITES["cpu"]
+SUITE = benchmark.SUITES["systems"]["cpu"]
 NORM = "group_norm_4x12x96x96_g3_gelu_norm"
 
 

@@ -1,7 +1,7 @@
-"""The benchmark: the systems and GroupNorm next to what a user could pick instead.
+"""The benchmark: systems, layers and GroupNorm next to what a user could pick instead.
 
-How it measures stands in ``records.METHOD`` (GPUs) and ``records.INTERLEAVED_METHOD``
-(processors); every file of results holds its own.
+How it measures stands in ``records.METHOD`` (GPUs), ``records.LAYERS_METHOD`` (layers there) and
+``records.INTERLEAVED_METHOD`` (processors); every file of results holds its own.
 """
 
 from fusedconv.benchmark.cells import (
@@ -14,17 +14,20 @@ from fusedconv.benchmark.cells import (
     select_cells,
 )
 from fusedconv.benchmark.contenders import CONTENDERS, Rewrite
+from fusedconv.benchmark.layers import LAYERS, LayerWorkload
 from fusedconv.benchmark.measuring import device_facts, kernel_name, precision_mode
 from fusedconv.benchmark.records import METHOD, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
-from fusedconv.benchmark.suites import SUITES, Suite, default_device
+from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, Suite, default_device
 from fusedconv.benchmark.summary import Summary, lines, summaries, times
 from fusedconv.benchmark.timing import Clock, Timing, floor_ms, measured_rates
 from fusedconv.benchmark.workloads import NORMS, WORKLOADS, NormWorkload, Workload
 
 __all__ = [
     "CONTENDERS",
+    "DEFAULT_SUITE",
     "DTYPES",
+    "LAYERS",
     "LAYOUTS",
     "METHOD",
     "NORMS",
@@ -35,6 +38,7 @@ __all__ = [
     "Cell",
     "Clock",
     "ContenderError",
+    "LayerWorkload",
     "NormWorkload",
     "Observer",
     "Rewrite",

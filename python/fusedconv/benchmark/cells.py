@@ -34,6 +34,11 @@ class Cell:
         return WORKLOADS[self.workload].convolves
 
     @property
+    def has_layouts(self) -> bool:
+        """Whether torch has channels last for the input: with two spatial axes or three."""
+        return len(WORKLOADS[self.workload].shape("full")) > 3
+
+    @property
     def title(self) -> str:
         return f"{self.workload} {self.pass_} {self.precision} {self.layout}"
 
@@ -61,7 +66,7 @@ def select_cells(
     device: str = "cuda",
 ) -> list[Cell]:
     """All combinations; TF32 is left out without a convolution and on any ``device`` (its type)
-    but CUDA, where it is the same as fp32."""
+    but CUDA, where it is the same as fp32, and channels last where the input has no such layout."""
     precisions, layouts, passes = tuple(precisions), tuple(layouts), tuple(passes)
     every = [
         Cell(workload, precision, layout, pass_)
@@ -71,7 +76,10 @@ def select_cells(
         for pass_ in passes
     ]
     return [
-        cell for cell in every if cell.precision != "tf32" or (cell.convolves and device == "cuda")
+        cell
+        for cell in every
+        if (cell.precision != "tf32" or (cell.convolves and device == "cuda"))
+        and (cell.layout == "nchw" or cell.has_layouts)
     ]
 
 

@@ -1,12 +1,14 @@
 """One process of the benchmark: ``python -m fusedconv.benchmark.child``.
 
 A job comes as one line of JSON on standard input; what is found goes out as lines of JSON on
-standard output. The job ``{"measure": "rates"}`` asks for the device's rates; any other runs
-contenders through cells.
+standard output. The job ``{"measure": "rates"}`` asks for the device's rates; one with
+``{"measure": "nothing"}`` only compiles its contenders' models of its cells, for processes that
+come later; any other runs contenders through cells.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,7 +20,14 @@ import torch
 
 from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
-from fusedconv.benchmark.measuring import conv_flops, device_facts, failed, measure, prepare
+from fusedconv.benchmark.measuring import (
+    compile_ahead,
+    conv_flops,
+    device_facts,
+    failed,
+    measure,
+    prepare,
+)
 from fusedconv.benchmark.timing import Clock, floor_ms, measured_rates
 
 Emit = Callable[[dict[str, Any]], None]
@@ -52,6 +61,15 @@ def _measured(
     return [{**common, **found[contender.name]} for contender in contenders]
 
 
+def _compile(contenders: list[Contender], job: dict[str, Any], device: torch.device) -> None:
+    """Who measures meets what fails here, and says so."""
+    for fields in job["cells"]:
+        for contender in contenders:
+            with contextlib.suppress(Exception):
+                compile_ahead(prepare(Cell.of(fields), device, job["size"]), contender)
+            torch.compiler.reset()
+
+
 def serve(job: dict[str, Any], emit: Emit) -> None:
     """Does a job. A failure of ours ends it with a "failed" line, one of a peer is its record."""
     device = torch.device(job["device"])
@@ -60,7 +78,10 @@ def serve(job: dict[str, Any], emit: Emit) -> None:
         emit({"device": facts, "rates": measured_rates(device)})
         return
     contenders = [CONTENDERS[name] for name in job["contenders"]]
-    clock = Clock(device, job["seconds"], job["least"], job["most"])
+    if job.get("measure") == "nothing":
+        _compile(contenders, job, device)
+        return
+    clock = Clock(device, job["seconds"], job["least"], job["most"], job["flushes"])
     for number, fields in enumerate(job["cells"]):
         emit({"began": number})
         try:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedconv.benchmark.cells import Cell
+from fusedconv.benchmark.layers import LAYERS
 from fusedconv.benchmark.workloads import Workload
+from fusedconv.models import SYSTEMS
 
 
 class Rewrite(nn.Module):
@@ -58,10 +60,12 @@ class Contender:
         of that type."""
         if device != "cuda" and self.switched:
             return False
+        if self.rewritten:
+            return cell.convolves and cell.workload in SYSTEMS
         if self.ours and self.cudnn_benchmark:
-            # Of ours, the gradients alone call cuDNN.
-            return cell.convolves and cell.pass_ == "forward_backward"
-        return cell.convolves or not (self.rewritten or self.switched)
+            # Of ours, the gradients alone call cuDNN; of layers, what torch's operators serve too.
+            return cell.convolves and (cell.pass_ == "forward_backward" or cell.workload in LAYERS)
+        return cell.convolves or not self.switched
 
     def build(self, workload: Workload, original: nn.Module) -> nn.Module:
         """Its model with the original's parameters, their device, dtype and layout."""

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
-from fusedconv.benchmark.timing import Clock
+from fusedconv.benchmark.timing import CACHE_BYTES, Clock
 from fusedconv.benchmark.workloads import WORKLOADS, Workload
 from fusedconv.recording import Composition
 from fusedconv.recording import record as plan_record
 from fusedconv.selection import explain_problem
 from fusedconv.testing import sample_errors
-
-_L2_BYTES = 128 << 20  # inputs rotate over at least this much
 
 
 def _processor_name() -> str:
@@ -130,7 +128,8 @@ def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
         like = copy.deepcopy(original).to("meta")(torch.empty(shape, device="meta"))
     original = original.to(device, dtype).to(memory_format=form)  # type: ignore[call-overload]
     x = torch.rand(shape, device=device).to(dtype, memory_format=form)
-    copies = min(8, max(2, -(-_L2_BYTES // x.nbytes)))
+    # They rotate over at least so much.
+    copies = min(8, max(2, -(-CACHE_BYTES // x.nbytes)))
     inputs = [x, *(torch.rand_like(x) for _ in range(copies - 1))]
     grad = None
     if cell.pass_ == "forward_backward":
@@ -245,6 +244,22 @@ def measure(
         for runner, value in zip(runners, errors, strict=True):
             runner.record["error_fp64_after"] = value
     return results
+
+
+def compile_ahead(setup: Setup, contender: Contender) -> None:
+    """One call, which leaves the compiler's work in torch's cache on disk.
+
+    Which of a kernel's configurations is the fastest is not left there: other processes may use the
+    device, and the process that measures asks it alone.
+    """
+    from torch._inductor import config
+
+    with (
+        precision_mode(setup.cell.precision, contender.cudnn_benchmark),
+        torch.set_grad_enabled(setup.grad is not None),
+        config.patch(autotune_local_cache=False),
+    ):
+        _Runner(setup, contender)(setup.inputs[0])
 
 
 def failed(error: Exception | str) -> dict[str, Any]:

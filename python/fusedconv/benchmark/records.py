@@ -59,6 +59,31 @@ original's, and the affine ones are not trivial; before the timing the output is
 float64, and again after it, with weights changed in place, so that a packing kept too long shows.
 """
 
+#: How it measures layers on GPUs.
+LAYERS_METHOD = """\
+The benchmark of layers: transposed convolutions of published models with what follows them there,
+at the models' sizes, next to what a user could pick instead.
+
+Each record is one contender in one cell (workload, pass, precision, layout). torch keeps the cuDNN
+plan of a convolution for as long as a process lives, so every contender runs in processes of its
+own; cudnn.benchmark is on before the first call, but for eager and fusedconv. What fusedconv does
+not fuse (LayerNorm over channels, BatchNorm) runs behind it in torch's operators. torch.compile's
+work is done before, in parallel processes, and nothing else runs on the device during the timing.
+
+Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
+percentile. Before each call the GPU writes several times the memory that its cache holds; meanwhile
+the call is launched, so that times are the device's, without the launches before the first kernel
+as far as they take no longer than that write. host_us is how long a call took to return. Inputs
+rotate. Weights arrive by load_state_dict, affine parameters and running statistics are not trivial;
+after the timing the weights are changed in place and the output is checked against float64 again.
+
+Floors: the larger of operations over the matrix rate and bytes over the copy rate, both measured
+first, on the first device. Strict fp32 on tensor cores takes three TF32 products for one. Forward:
+each input element read once and each output element written once. Forward and backward: three
+convolutions' operations; bytes of the forward pass, plus output gradient and input read and input
+gradient written.
+"""
+
 _KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
 
 

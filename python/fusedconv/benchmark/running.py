@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 
 from fusedconv.benchmark import records as files
-from fusedconv.benchmark.cells import LAYOUTS, PASSES, Cell, select_cells
+from fusedconv.benchmark.cells import LAYOUTS, Cell, select_cells
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.measuring import device_facts, failed
-from fusedconv.benchmark.suites import SUITES, default_device
+from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, default_device, interleaved
+
+#: Processes that compile ahead, at most: each takes some gigabytes of the device and of memory.
+_COMPILERS = 16
 
 
 class ContenderError(RuntimeError):
@@ -99,7 +103,7 @@ def jobs(
 ) -> list[Job]:
     """The jobs on devices of a ``kind``, by torch's type of it.
 
-    Where the suite is interleaved, contenders share a job; else one job a contender, and for
+    Where they take turns, contenders share a job; else one job a contender, and for
     several devices also one a workload, and one a precision of those that would keep a device
     longer than half its share, longest first.
 
@@ -107,7 +111,7 @@ def jobs(
     """
     names = tuple(dict.fromkeys(contenders))
     known = [CONTENDERS[name] for name in names]
-    if SUITES[kind].interleaved:
+    if interleaved(kind):
         result = _interleaved(known, chosen, kind)
     else:
         alone = (_interleaved([contender], chosen, kind) for contender in known)
@@ -133,9 +137,12 @@ def _command() -> list[str]:
     return [sys.executable, "-m", "fusedconv.benchmark.child"]
 
 
-def _environment(index: int | None) -> dict[str, str]:
-    """The child sees one device, as its first."""
+def _environment(index: int | None, alone: bool = True) -> dict[str, str]:
+    """The child sees one device, as its first. One that is not ``alone`` compiles by itself, not
+    by a process for each of the processor's cores."""
     environment = dict(os.environ)
+    if not alone:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     if index is not None:
         visible = [v for v in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
@@ -150,7 +157,9 @@ class _Children:
         self._running: set[subprocess.Popen[str]] = set()
         self.stopped = False
 
-    def answers(self, request: dict[str, Any], index: int | None) -> Iterator[dict[str, Any]]:
+    def answers(
+        self, request: dict[str, Any], index: int | None, alone: bool = True
+    ) -> Iterator[dict[str, Any]]:
         """Lines that a process answers with; ContenderError where it ends in another way."""
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             with self._lock:
@@ -161,7 +170,7 @@ class _Children:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=_environment(index),
+                    env=_environment(index, alone),
                     text=True,
                 )
                 self._running.add(process)
@@ -255,6 +264,42 @@ def _do(
             events.put(("records", (records, job)))
 
 
+def _compile_ahead(
+    children: _Children, waiting: Iterable[Job], index: int | None, common: dict[str, Any]
+) -> None:
+    """Lets parallel processes do torch.compile's work, into torch's cache on disk. Not that which
+    chooses by times, which other processes on the device falsify."""
+    cells: dict[str, list[Cell]] = {}
+    for job in waiting:
+        for contender in job.contenders:
+            if contender.compile_mode == "default":
+                cells.setdefault(contender.name, []).extend(job.cells)
+    processes = min(_COMPILERS, len(os.sched_getaffinity(0)))
+    requests = [
+        {
+            **common,
+            "measure": "nothing",
+            "contenders": [name],
+            "cells": [cell.fields() for cell in theirs[first::processes]],
+            "index": index,
+        }
+        for name, theirs in cells.items()
+        for first in range(min(processes, len(theirs)))
+    ]
+
+    def work(request: dict[str, Any]) -> None:
+        # What fails, fails again where it is measured.
+        with contextlib.suppress(ContenderError):
+            deque(children.answers(request, index, alone=False), 0)
+
+    with ThreadPoolExecutor(processes) as pool:
+        try:
+            deque(pool.map(work, requests), 0)
+        except BaseException:
+            children.stop()
+            raise
+
+
 def _left(waiting: Iterable[Job], output: Path | None, commit: str) -> list[Job]:
     """The jobs without the cells of which the file holds every record at this commit."""
     held = set() if output is None or not output.exists() else files.held(output, commit)
@@ -276,8 +321,9 @@ def run(
     workloads: Iterable[str] | None = None,
     precisions: Iterable[str] | None = None,
     layouts: Iterable[str] = LAYOUTS,
-    passes: Iterable[str] = PASSES,
+    passes: Iterable[str] | None = None,
     contenders: Iterable[str] | None = None,
+    suite: str = DEFAULT_SUITE,
     device: torch.device | None = None,
     devices: Sequence[int] | None = None,
     seconds: float | None = None,
@@ -290,10 +336,10 @@ def run(
     """Measures the chosen cells, and writes the records as they come.
 
     ``device`` is ``default_device()`` by default, ``devices`` the ordinals of those to use at the
-    same time, the first alone by default; what else is None is as ``SUITES`` says for the device.
-    ``seconds`` of timing per record, ``least`` repetitions at least; ``small`` takes sizes that run
-    in moments. ``resume`` leaves out the cells of which ``output`` holds every record of this
-    commit. A peer that fails is recorded with its error.
+    same time, the first alone by default; what else is None is as ``SUITES`` says for ``suite`` and
+    the device. ``seconds`` of timing per record, ``least`` repetitions at least; ``small`` takes
+    sizes that run in moments. ``resume`` leaves out the cells of which ``output`` holds every
+    record of this commit. A peer that fails is recorded with its error.
 
     Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
     nothing can be measured, before anything runs, and ContenderError where fusedconv fails.
@@ -302,17 +348,17 @@ def run(
         files.check_writable(output)
     watch = observer or Observer()
     kind = (device or default_device()).type
-    suite = SUITES[kind]
-    seconds = suite.seconds if seconds is None else seconds
+    chosen = SUITES[suite][kind]
+    seconds = chosen.seconds if seconds is None else seconds
     indices: list[int | None] = [None] if kind != "cuda" else list(devices or (0,))
     cells = select_cells(
-        suite.workloads if workloads is None else workloads,
-        suite.precisions if precisions is None else precisions,
+        chosen.workloads if workloads is None else workloads,
+        chosen.precisions if precisions is None else precisions,
         layouts,
-        passes,
+        chosen.passes if passes is None else passes,
         kind,
     )
-    contenders = suite.contenders if contenders is None else contenders
+    contenders = chosen.contenders if contenders is None else contenders
     waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
     commit = commit or files.git_commit()
     if resume:
@@ -325,9 +371,10 @@ def run(
     common = {
         "device": kind,
         "seconds": seconds,
-        "least": suite.least if least is None else least,
-        "most": suite.most,
-        "size": "small" if small else suite.size,
+        "least": chosen.least if least is None else least,
+        "most": chosen.most,
+        "flushes": chosen.flushes,
+        "size": "small" if small else chosen.size,
     }
     if kind == "cuda":
         # Not here: this process holds no memory of a device.
@@ -335,8 +382,7 @@ def run(
         (found,) = children.answers(ask, indices[0])
     else:
         found = {"device": device_facts(torch.device(kind), None), "rates": {}}
-    method = files.INTERLEAVED_METHOD if suite.interleaved else files.METHOD
-    head = files.header(found["device"], commit, found["rates"], method)
+    head = files.header(found["device"], commit, found["rates"], chosen.method)
     common["rates"] = found["rates"]
 
     events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -347,6 +393,8 @@ def run(
     records: list[dict[str, Any]] = []
     finished, worked = 0, 0.0
     try:
+        if chosen.compiles_ahead:
+            _compile_ahead(children, waiting, indices[0], common)
         for thread in threads:
             thread.start()
         while finished < len(threads):

@@ -6,54 +6,97 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedconv.benchmark.cells import PRECISIONS
+from fusedconv.benchmark.cells import PASSES, PRECISIONS
 from fusedconv.benchmark.contenders import CONTENDERS
-from fusedconv.benchmark.workloads import WORKLOADS
+from fusedconv.benchmark.layers import LAYERS
+from fusedconv.benchmark.records import INTERLEAVED_METHOD, LAYERS_METHOD, METHOD
+from fusedconv.benchmark.workloads import NORMS
 from fusedconv.models import SYSTEMS
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The default choice of cells, contenders and repetitions.
+    """The default choice of cells, contenders and repetitions, and how they are measured.
 
-    ``size`` is one of ``models.SIZES``. ``interleaved`` contenders take turns in one process;
-    others have processes of their own. ``seconds`` of timing a record, between ``least`` and
-    ``most`` repetitions.
+    ``size`` is one of ``models.SIZES``, ``method`` what headers of results say. ``seconds`` of
+    timing a record, between ``least`` and ``most`` repetitions; ``flushes`` as ``timing.Clock``
+    takes it. ``compiles_ahead`` lets parallel processes do torch.compile's work before the timing:
+    for many cells whose tensors fit on a device a processor's core.
     """
 
     workloads: tuple[str, ...]
     precisions: tuple[str, ...]
     contenders: tuple[str, ...]
     size: str
-    interleaved: bool
     seconds: float
     least: int
     most: int
+    method: str
+    passes: tuple[str, ...] = PASSES
+    flushes: bool = False
+    compiles_ahead: bool = False
 
 
-#: By the type of torch's device.
-SUITES: dict[str, Suite] = {
-    "cuda": Suite(
-        workloads=tuple(SYSTEMS),
-        precisions=PRECISIONS,
-        contenders=tuple(CONTENDERS),
-        size="full",
-        interleaved=False,
-        seconds=0.5,
-        least=10,
-        most=200,
-    ),
-    "cpu": Suite(
-        workloads=tuple(WORKLOADS),
-        precisions=("fp32", "bf16"),
-        contenders=("fusedconv", "eager", "compile"),
-        size="processor",
-        interleaved=True,
-        seconds=0.3,
-        least=7,
-        most=2000,
-    ),
+_ON_PROCESSORS = ("fusedconv", "eager", "compile")
+
+#: By name and by the type of torch's device.
+SUITES: dict[str, dict[str, Suite]] = {
+    "systems": {
+        "cuda": Suite(
+            workloads=tuple(SYSTEMS),
+            precisions=PRECISIONS,
+            contenders=tuple(CONTENDERS),
+            size="full",
+            seconds=0.5,
+            least=10,
+            most=200,
+            method=METHOD,
+        ),
+        "cpu": Suite(
+            workloads=(*SYSTEMS, *NORMS),
+            precisions=("fp32", "bf16"),
+            contenders=_ON_PROCESSORS,
+            size="processor",
+            seconds=0.3,
+            least=7,
+            most=2000,
+            method=INTERLEAVED_METHOD,
+        ),
+    },
+    "layers": {
+        "cuda": Suite(
+            workloads=tuple(LAYERS),
+            precisions=("tf32", "bf16"),
+            contenders=("fusedconv", "eager", "eager_cudnn_benchmark", "compile"),
+            size="full",
+            seconds=0.15,
+            least=10,
+            most=200,
+            method=LAYERS_METHOD,
+            passes=("forward",),
+            flushes=True,
+            compiles_ahead=True,
+        ),
+        "cpu": Suite(
+            workloads=tuple(LAYERS),
+            precisions=("fp32", "bf16"),
+            contenders=_ON_PROCESSORS,
+            size="processor",
+            seconds=0.3,
+            least=3,
+            most=200,
+            method=INTERLEAVED_METHOD,
+            passes=("forward",),
+        ),
+    },
 }
+DEFAULT_SUITE = "systems"
+
+
+def interleaved(kind: str) -> bool:
+    """Whether contenders take turns in one process on devices of a ``kind``, by torch's type of
+    it; else each has processes of its own, as torch keeps cuDNN's plans."""
+    return kind != "cuda"
 
 
 def default_device() -> torch.device:

@@ -1,4 +1,4 @@
-"""What is measured: the three systems, and GroupNorm with activations at real models' shapes."""
+"""What is measured: the systems, layers of published models, and GroupNorm with activations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from fusedconv.activations import activate
+from fusedconv.benchmark.layers import LAYERS
 from fusedconv.models import SYSTEMS
 from fusedconv.modules import GroupNorm
 
@@ -129,4 +130,4 @@ NORMS: dict[str, NormWorkload] = {
     )
 }
 
-WORKLOADS: dict[str, Workload] = {**SYSTEMS, **NORMS}
+WORKLOADS: dict[str, Workload] = {**SYSTEMS, **NORMS, **LAYERS}

@@ -117,9 +117,13 @@ def _writable(
     return value
 
 
-def _by_device(field: str, text: str) -> str:
-    """The help of an option whose default is a field of the device's suite."""
-    defaults = (f"{getattr(suite, field)} on {kind}" for kind, suite in benchmark.SUITES.items())
+def _by_suite(field: str, text: str) -> str:
+    """The help of an option whose default is a field of the suite."""
+    defaults = (
+        f"{getattr(suite, field)} of {name} on {kind}"
+        for name, suites in benchmark.SUITES.items()
+        for kind, suite in suites.items()
+    )
     return f"{text}; by default {', '.join(defaults)}."
 
 
@@ -148,8 +152,16 @@ def _ordinals(
 
 @click.command()
 @click.option(
-    "--device",
+    "--suite",
     type=click.Choice(tuple(benchmark.SUITES)),
+    default=benchmark.DEFAULT_SUITE,
+    show_default=True,
+    help="What is measured by default: the systems (and on a processor GroupNorm), or layers of "
+    "published models.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(tuple(benchmark.SUITES[benchmark.DEFAULT_SUITE])),
     callback=_device,
     help="CUDA where there is a GPU by default.",
 )
@@ -159,21 +171,21 @@ def _ordinals(
     metavar="NAME",
     multiple=True,
     callback=_workloads,
-    help="Or a pattern, as group_norm_*; by default the systems on a GPU, all on a processor.",
+    help="Or a pattern, as group_norm_*; by default the suite's.",
 )
 @click.option(
     "--precision",
     "precisions",
     **_choices(benchmark.PRECISIONS),
-    help="All on a GPU by default, fp32 and bf16 on a processor.",
+    help="By default the suite's.",
 )
 @click.option("--layout", "layouts", **_choices(benchmark.LAYOUTS), default=benchmark.LAYOUTS)
-@click.option("--pass", "passes", **_choices(benchmark.PASSES), default=benchmark.PASSES)
+@click.option("--pass", "passes", **_choices(benchmark.PASSES), help="By default the suite's.")
 @click.option(
     "--contender",
     "contenders",
     **_choices(benchmark.CONTENDERS),
-    help="All on a GPU by default, fusedconv, eager and compile on a processor.",
+    help="By default the suite's.",
 )
 @click.option(
     "--devices",
@@ -185,10 +197,10 @@ def _ordinals(
     "--seconds",
     type=click.FloatRange(0, 3600),
     callback=_number,
-    help=_by_device("seconds", "Of timing per record"),
+    help=_by_suite("seconds", "Of timing per record"),
 )
 @click.option(
-    "--least", type=click.IntRange(min=1), help=_by_device("least", "Repetitions at least")
+    "--least", type=click.IntRange(min=1), help=_by_suite("least", "Repetitions at least")
 )
 @click.option("--small", is_flag=True, help="Sizes that run in moments.")
 @click.option("--commit", help="What the header says; git's HEAD by default.")
@@ -202,13 +214,13 @@ def _ordinals(
     "--resume", is_flag=True, help="Leave out the cells that the output holds of this commit."
 )
 def bench(**options: Any) -> None:
-    """Times the systems, and on a processor GroupNorm with activations, next to eager and others.
+    """Times systems, layers or GroupNorm with activations next to eager and others.
 
     On a GPU each contender runs in processes of its own, on a processor they take turns in one.
     """
     check_forced()
     device: torch.device = options["device"]
-    suite = benchmark.SUITES[device.type]
+    suite = benchmark.SUITES[options["suite"]][device.type]
     if options["devices"] is not None and device.type != "cuda":
         raise click.BadParameter(
             "got ordinals, expected none for a processor", param_hint="'--devices'"
@@ -217,7 +229,7 @@ def bench(**options: Any) -> None:
         raise click.BadParameter(
             "got no --output, expected the file to resume", param_hint="'--resume'"
         )
-    for name in ("workloads", "precisions", "contenders"):
+    for name in ("workloads", "precisions", "passes", "contenders"):
         options[name] = options[name] or getattr(suite, name)
     with naming_options():
         cells = benchmark.select_cells(

@@ -24,7 +24,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 #: Compute capability, times ten, of the device for which a provider is written.
-ARCHITECTURES = {"cutlass_sm80": 80, "cutlass_sm90": 90, "taps_sm80": 80, "groupnorm_cuda": 90}
+ARCHITECTURES = {
+    "cutlass_sm80": 80,
+    "cutlass_sm90": 90,
+    "taps_sm80": 80,
+    "taps_sm90": 90,
+    "groupnorm_cuda": 90,
+}
 CHANNELS = ((16, 16), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
 #: (batch, spatial extents, kernel size).
 SIZES = (

@@ -26,6 +26,7 @@ KERNELS = [
     (r"input \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),
     (r"sm80_conv", [r"sm80::"]),
     (r"sm90_conv", [r"sm90::convolve"]),
+    (r"sm90_taps_", [r"taps::sm90::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"sm90_runs", [r"runs::convolve"]),
     (r"merge moments \+ ", ["normalize_merging_kernel"]),

@@ -32,6 +32,9 @@ void bind_sm90_taps(py::module_& room) {
                              "Blocks of rows in a convolution group.")
       .def_property_readonly("shares_rows", scheduled(&Schedule::shares_rows),
                              "Consumers have the same rows, and columns of their own.")
+      .def_property_readonly(
+          "is_line", [](Config const& config) { return config.schedule.order == Order::kLine; },
+          "No tap reads beside its position: without a norm, tiles go over samples' borders.")
       .def_property_readonly("tile", scheduled(&Schedule::tile), "Positions by axis.")
       .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of a sample, by axis.")
       .def_property_readonly("box", scheduled(&Schedule::box), "Staged positions by axis.")

@@ -87,7 +87,7 @@ def _config(
 ) -> Any:
     return room.Config(
         room.rows()[row],
-        problem=room.Problem(
+        problem=_C.taps.Problem(
             channels=conv.in_channels // conv.groups,
             output_channels=conv.out_channels // conv.groups,
             groups=conv.groups,

@@ -1,0 +1,114 @@
+"""Tap lists by warpgroup products, on compute capability 9.0.
+
+Both operands lie in shared memory with channels innermost, so that a tap of the filter is a start
+address among staged positions. Loading warps stage the input in that order, whatever its layout and
+alignment; two consumer warpgroups multiply, and finish their tiles as the other rows of tap lists
+do. A row is a way in which products are formed, and how many rows (output channels of sub-pixel
+phases) a consumer has for how many positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
+from fusedconv.kernels.cuda.taps import TapsRow
+from fusedconv.plan import Kernel
+from fusedconv.problem import ForwardProblem
+
+#: Of an instruction, in cycles at full rate, for each of its columns and steps of 32 bytes.
+COLUMN_CYCLES = 0.5
+STEP_PIECES = 2
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``TapsSm90.estimate`` multiplies, in cycles of a multiprocessor but for ``pack``."""
+
+    #: A block's products, over their cycles at full rate, by precision.
+    products: Mapping[str, float]
+    #: 16 bytes of channels that are staged, by how they are read and bytes of an element.
+    staged: Mapping[tuple[str, int], float]
+    #: A chunk of channels beside these.
+    chunk: float
+    #: A row group's column in the epilogue, by layout.
+    column: Mapping[str, float]
+    #: A block beside these.
+    block: float
+    #: Seconds of an element of the packed filter.
+    pack: float
+
+
+#: Fitted to the times of 22 layers of real models in both layouts, tf32 and bf16, on an H200: the
+#: cheapest row by these takes 0.5 % longer than the best.
+COSTS = CostConstants(
+    products={"tf32": 1.6, "fp32": 5.5, "fp16": 1.4, "bf16": 1.4},
+    staged={
+        ("nchw", 2): 0.69,
+        ("nhwc", 2): 0.3,
+        ("nhwc", 4): 0.3,
+        ("element by element", 2): 1.62,
+        ("element by element", 4): 0.5,
+    },
+    chunk=961.0,
+    column={"nchw": 32.6, "nhwc": 20.9},
+    block=2720.0,
+    pack=1e-11,
+)
+
+
+class TapsSm90(TapsRow):
+    """A row of ``_C.sm90.taps.rows()``."""
+
+    provider = "taps_sm90"
+    architecture = 90
+
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        assert problem.conv is not None
+        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        assert problem.conv is not None
+        config = self.config(problem, device)
+        multiprocessors = max(1, device.multiprocessors)
+        size = problem.dtype.itemsize
+        pieces = math.ceil(problem.conv.in_channels // problem.conv.groups * size / 16)
+        steps = config.taps * math.ceil(pieces / STEP_PIECES)
+        products = costs.products[self.precision] * steps * self.row.columns * COLUMN_CYCLES
+        staged = costs.staged[config.reads, size] * config.chunks * config.positions * config.pieces
+        columns = self.row.row_groups * self.row.columns * 2
+        block = (
+            max(products, staged)
+            + config.chunks * costs.chunk
+            + columns * costs.column[problem.output_layout]
+            + costs.block
+        )
+        chunk = self.chunk(problem, config)
+        cycles = 0.0
+        for samples, launches in launched_chunks(problem.batch, chunk):
+            blocks = samples * self.sample_blocks(problem, config)
+            if config.is_line and problem.norm is None:  # tiles go over samples' borders
+                tiles = math.ceil(samples * math.prod(problem.spatial) / math.prod(config.tile))
+                blocks = tiles * config.blocks_m * problem.conv.groups
+            cycles += launches * math.ceil(blocks / multiprocessors) * block
+        moved = (problem.input_elements + problem.output_elements) * size
+        milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
+        packed = config.filter_bytes / size * costs.pack * 1e3
+        chunks = -(-problem.batch // chunk)
+        return milliseconds + packed + self.milliseconds_beside(problem, device, chunks)
+
+
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltForward("sm90_taps", "taps_sm90")]
+    room = _C.sm90.taps
+    return [TapsSm90(room, index, row) for index, row in enumerate(room.rows())]

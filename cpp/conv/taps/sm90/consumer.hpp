@@ -45,13 +45,14 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   int const first_column = p.shares_rows ? consumer * Traits::kColumns : 0;
   int const box_w = p.box[2];
   // 16-byte units from the tile's first position in a stage to the consumer's first.
-  int const own = p.lead + (p.order == Order::kEights ? first_column / 8 * box_w : first_column);
-  uint32_t const start = device::shared_address(shared);
-  uint64_t const box0 =
-      operand(start + p.memory.boxes, p.positions, p.order == Order::kEights ? box_w : 8) + own;
   // To the columns of the next instruction.
-  int const mma_units =
-      p.order == Order::kEights ? Traits::kMmaColumns / 8 * box_w : Traits::kMmaColumns;
+  int const mma_units = p.order == Order::kEights   ? Traits::kMmaColumns / 8 * box_w
+                        : p.order == Order::kStrips ? 8
+                                                    : Traits::kMmaColumns;
+  int const own = p.lead + first_column / Traits::kMmaColumns * mma_units;
+  int const eight_units = p.order == Order::kEights || p.order == Order::kStrips ? box_w : 8;
+  uint32_t const start = device::shared_address(shared);
+  uint64_t const box0 = operand(start + p.memory.boxes, p.positions, eight_units) + uint32_t(own);
   uint32_t const b_step = 2 * uint32_t(p.positions);
   constexpr int kMostSteps = 4;  // of a chunk
   uint64_t const filter0 = operand(start + p.memory.filter, kInstructionRows, 8);
@@ -72,11 +73,11 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     for (int i = 0; i < kRowGroups; ++i) {
       groups[i] = RowGroup(p, place.block_m, consumer, i, kRowGroups);
     }
-    Bias<Traits> const bias(p, place, groups, warp);
+    Linear<Traits> const linear(p, place, groups, warp);
     // Nobody reads the columns of the tile before.
     device::sync_threads(kConsumerBarrier + consumer, kWarpgroupThreads);
     for (int i = threadIdx.x % kWarpgroupThreads; i < Traits::kColumns; i += kWarpgroupThreads) {
-      columns[i] = column_of(p, place, first_column + i);
+      columns[i] = column_of(p, place, first_column + i, Traits::kMmaColumns);
     }
     device::sync_threads(kConsumerBarrier + consumer, kWarpgroupThreads);
 
@@ -163,7 +164,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       box.advance(p.stages);
       blocks_before += uint32_t(stream.total);
     }
-    finish<Traits>(p, place, groups, consumer, warp, sums, bias, columns, staged);
+    finish<Traits>(p, place, groups, consumer, warp, sums, linear, columns, staged);
   }
 }
 

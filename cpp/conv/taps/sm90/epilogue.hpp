@@ -1,5 +1,5 @@
-// What becomes of a consumer's accumulators: bias, activation, moments of each row, and by shared
-// memory, warp by warp, to the output in the caller's layout.
+// What becomes of a consumer's accumulators: bias, scale and shift, activation, moments of each
+// row, and by shared memory, warp by warp, to the output in the caller's layout.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,8 @@ struct Column {
   }
 };
 
-__device__ __forceinline__ Column column_of(Params const& p, Place const& place, int index) {
+__device__ __forceinline__ Column column_of(Params const& p, Place const& place, int index,
+                                            int mma_columns) {
   int position[kMaxAxes], sample = 0;
   if (p.order == Order::kLine) {
     int const at = place.first + index;
@@ -64,8 +65,13 @@ __device__ __forceinline__ Column column_of(Params const& p, Place const& place,
     p.pixels_w(pixel, position[2], pixel);
     p.pixels_h(position[0], position[1], pixel);
   } else {
-    int rest;
-    p.box_w(rest, position[2], index);
+    int strip = 0, rest = index;
+    if (p.order == Order::kStrips) {
+      strip = index / mma_columns;
+      rest = index % mma_columns;
+    }
+    p.box_w(rest, position[2], rest);
+    position[2] += strip * 8;
     p.box_h(position[0], position[1], rest);
 #pragma unroll
     for (int a = 0; a < kMaxAxes; ++a) {
@@ -375,24 +381,29 @@ __device__ __forceinline__ void store(Params const& p, Place const& place,
   }
 }
 
-// Of a lane's rows; loaded before the products, under which it arrives.
+// What a lane's rows are scaled by and what is added then; loaded before the products, under which
+// it arrives.
 template <class Traits>
-struct Bias {
-  float values[Traits::kRowGroups][2];
+struct Linear {
+  float scale[Traits::kRowGroups][2], shift[Traits::kRowGroups][2];
 
-  __device__ __forceinline__ Bias(Params const& p, Place const& place,
-                                  RowGroup const (&groups)[Traits::kRowGroups], int warp) {
+  __device__ __forceinline__ Linear(Params const& p, Place const& place,
+                                    RowGroup const (&groups)[Traits::kRowGroups], int warp) {
     using T = typename Traits::Element;
 #pragma unroll
     for (int i = 0; i < Traits::kRowGroups; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         RowPlace const own(p, warp * kWarpRows + half * 8 + threadIdx.x % 32 / 4);
-        int const channel = groups[i].channel + own.channel;
-        values[i][half] = p.bias != nullptr && channel < p.output_channels
-                              ? device::to_float(static_cast<T const*>(
-                                    p.bias)[place.group * p.output_channels + channel])
-                              : 0.0f;
+        int const of_group = groups[i].channel + own.channel;
+        int const channel = place.group * p.output_channels + of_group;
+        bool const present = of_group < p.output_channels;
+        float const bias = p.bias != nullptr && present
+                               ? device::to_float(static_cast<T const*>(p.bias)[channel])
+                               : 0.0f;
+        bool const scales = p.scale != nullptr && present;
+        scale[i][half] = scales ? p.scale[channel] : 1.0f;
+        shift[i][half] = scales ? fmaf(bias, p.scale[channel], p.shift[channel]) : bias;
       }
     }
   }
@@ -402,13 +413,14 @@ template <class Traits>
 __device__ __forceinline__ void finish(Params const& p, Place const& place,
                                        RowGroup const (&groups)[Traits::kRowGroups], int consumer,
                                        int warp, Accumulators<Traits>& sums,
-                                       Bias<Traits> const& bias, Column const* columns,
+                                       Linear<Traits> const& linear, Column const* columns,
                                        typename Traits::Element* staged) {
 #pragma unroll
   for (int i = 0; i < Traits::kRowGroups; ++i) {
 #pragma unroll
     for (int e = 0; e < Traits::kColumns / 2; ++e) {
-      sum_at<Traits>(sums[i], e / 4, e / 2 % 2, e % 2) += bias.values[i][e / 2 % 2];
+      float& sum = sum_at<Traits>(sums[i], e / 4, e / 2 % 2, e % 2);
+      sum = fmaf(sum, linear.scale[i][e / 2 % 2], linear.shift[i][e / 2 % 2]);
     }
   }
   if (!p.activates_output) store<Traits>(p, place, groups, columns, warp, sums, staged);

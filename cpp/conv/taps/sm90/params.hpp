@@ -14,6 +14,8 @@ struct Params {
   void const* input;
   unsigned char const* filter;
   void const* bias;
+  float const* scale;
+  float const* shift;
   void* output;
   CountedPartial* partials;
   Axis axes[kMaxAxes];
@@ -182,6 +184,8 @@ inline Params Params::of(Arguments const& a, int columns) {
   p.input = a.input;
   p.filter = static_cast<unsigned char const*>(a.filter);
   p.bias = a.bias;
+  p.scale = a.scale;
+  p.shift = a.shift;
   p.output = a.output;
   p.partials = a.partials;
   int64_t plane = 1, image = int64_t(c.output_channels) * c.groups;
@@ -224,7 +228,7 @@ inline Params Params::of(Arguments const& a, int columns) {
     bool const lines = s.order == Order::kLine
                            ? plane % count == 0 && c.axes[2].input % count == 0
                            : s.axes[2].positions % count == 0 && s.tile[2] % count == 0 &&
-                                 (s.order == Order::kEights || s.box[2] % count == 0);
+                                 (s.order != Order::kBoxes || s.box[2] % count == 0);
     int const elements = count * s.joined();
     return p.stores_whole && !p.channels_last && elements * element <= 16 && lines &&
            int64_t(s.axes[2].positions) * width.stride == width.output &&
@@ -257,7 +261,7 @@ inline Params Params::of(Arguments const& a, int columns) {
   p.tiles_h = cutlass::FastDivmod(s.tiles[1]);
   p.tiles_w = cutlass::FastDivmod(s.tiles[2]);
   p.box_h = cutlass::FastDivmod(s.box[1]);
-  p.box_w = cutlass::FastDivmod(s.order == Order::kEights ? 8 : s.box[2]);
+  p.box_w = cutlass::FastDivmod(s.order == Order::kBoxes ? s.box[2] : 8);
   p.plane = cutlass::FastDivmod(int(plane));
   p.pixels_h = cutlass::FastDivmod(c.axes[1].input);
   p.pixels_w = cutlass::FastDivmod(c.axes[2].input);

@@ -22,6 +22,8 @@ struct Arguments {
   void const* input = nullptr;
   void const* filter = nullptr;        // packed by pack_filter()
   void const* bias = nullptr;          // [K] of the tensors' type, or null
+  float const* scale = nullptr;        // [K], or null: times the biased sum
+  float const* shift = nullptr;        // [K], with scale: added to that
   void* output = nullptr;              // in the input's layout
   CountedPartial* partials = nullptr;  // [N, slots, K]; or null
 };
@@ -45,6 +47,8 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
+  static constexpr bool kScales = true;  // see conv/steps.hpp
+
   Row const* row;  // of rows()
   Problem problem;
   int multiprocessors;

@@ -112,7 +112,7 @@ std::vector<int> extents(int whole, int most) {
 }
 
 // Chooses the tile for a number of columns; false where none fits. most: staged positions.
-bool lay_out(Schedule& s, int columns, int vector, int most) {
+bool lay_out(Schedule& s, int columns, int mma_columns, int vector, int most) {
   auto const& axes = s.axes;
   auto const reach = [&](int i) { return axes[i].highest - axes[i].lowest; };
   bool const line = [&] {
@@ -145,8 +145,8 @@ bool lay_out(Schedule& s, int columns, int vector, int most) {
     box[2] = int(round_up(lead + box[2], vector));
     int const staged = box[0] * box[1] * box[2];
     int const lines = (tile[0] - 1) * box[1] + tile[1];
-    int const used = order == Order::kEights ? lines * 8 : (lines - 1) * box[2] + tile[2];
-    if (staged > most || used > columns) return;
+    int const used = order == Order::kBoxes ? (lines - 1) * box[2] + tile[2] : lines * 8;
+    if (staged > most || used > (order == Order::kStrips ? mma_columns : columns)) return;
     if (tiles[2] > 1 && tile[2] % vector != 0) return;
     double const cost = double(tiles[0]) * tiles[1] * tiles[2] *
                         (columns * (taps + kEpilogueTaps) + kStagingCost * staged);
@@ -162,6 +162,9 @@ bool lay_out(Schedule& s, int columns, int vector, int most) {
   for (int th : extents(axes[1].positions, columns)) {
     for (int td : extents(axes[0].positions, std::max(1, columns / th))) {
       consider(Order::kEights, {td, th, 8});
+      for (int strips = 2; strips <= columns / mma_columns; strips *= 2) {
+        consider(Order::kStrips, {td, th, 8 * strips});
+      }
       for (int tw : extents(axes[2].positions, std::max(1, columns / (th * td)))) {
         consider(Order::kBoxes, {td, th, tw});
         consider(Order::kBoxes, {td, th, std::max(vector, tw / vector * vector)});
@@ -226,7 +229,7 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
                                 " are served"));
   }
   bool const last = p.layout == Layout::kChannelsLast;
-  bool const pairs = !last && element == 2 && p.axes[2].input % 2 == 0;
+  bool const pairs = !last && p.axes[2].input % 2 == 0;
   s.loads = last && p.channels % vector == 0 && p.aligned ? Loads::kChannels
             : pairs && p.aligned                          ? Loads::kPlanes
                                                           : Loads::kElements;
@@ -242,7 +245,7 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
     int const slots_wanted = kFewestSlots * (8 / pieces) / traits.parts;
     int most = 8192;
     while (most > 8 && !fits(most, kFewestStages, slots_wanted)) most -= 8;
-    if (!lay_out(s, s.tile_columns(shape), columns, most)) continue;
+    if (!lay_out(s, s.tile_columns(shape), shape.mma_columns(), columns, most)) continue;
     // Odd: pieces of a position are in different banks.
     s.positions |= 1;
     if (!fits(s.positions, kFewestStages, slots_wanted)) continue;

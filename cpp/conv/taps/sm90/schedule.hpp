@@ -25,10 +25,11 @@
 namespace fusedconv::conv::taps::sm90 {
 
 inline constexpr int kInstructionRows = 64;
-inline constexpr int kConsumers = 2;   // warpgroups
-inline constexpr int kLoadWarps = 7;   // that stage the input
-inline constexpr int kWarpRows = 16;   // of an instruction, that a warp has
-inline constexpr int kStepBytes = 32;  // of channels, in an instruction
+inline constexpr int kMmaColumns = 128;  // of an instruction, at most
+inline constexpr int kConsumers = 2;     // warpgroups
+inline constexpr int kLoadWarps = 7;     // that stage the input
+inline constexpr int kWarpRows = 16;     // of an instruction, that a warp has
+inline constexpr int kStepBytes = 32;    // of channels, in an instruction
 inline constexpr int kMostStages = 6;
 inline constexpr int kMostSlots = 32;   // of the filter's ring
 inline constexpr int kMostPhases = 8;   // along width, in a row group
@@ -40,15 +41,18 @@ inline constexpr int kChunkColumns = 32;  // that the epilogue stages at a time
 
 // Which pixels are neighbours in a tile.
 enum class Order : int {
-  kLine,   // all pixels of the batch, one after the other: no tap reads beside its position
-  kBoxes,  // the staged box's, with what lies between its lines
-  kEights  // lines of 8
+  kLine,    // all pixels of the batch, one after the other: no tap reads beside its position
+  kBoxes,   // the staged box's, with what lies between its lines
+  kEights,  // lines of 8
+  kStrips   // lines of 8, in strips beside each other: one an instruction
 };
 
 // What a compiled kernel fixes of a consumer's tile.
 struct Shape {
   int row_groups = 1;
   int columns = 256;
+  // Of an instruction.
+  constexpr int mma_columns() const { return columns < kMmaColumns ? columns : kMmaColumns; }
 };
 
 // A tap of a row group: the input position less the output's, by axis.
@@ -79,7 +83,7 @@ struct Schedule {
   int slots = 0;                    // of the filter's ring, a power of two
   std::vector<uint16_t> first_tap;  // of each list, and behind the last
   std::vector<Tap> taps;
-  int block_taps = 0;  // most filter blocks of a chunk and a block of rows
+  int block_taps = 0;      // most filter blocks of a chunk and a block of rows
   double mean_taps = 0.0;  // row groups times taps of a block of rows, in both consumers
   int64_t filter_bytes = 0;
   int shared_bytes = 0;

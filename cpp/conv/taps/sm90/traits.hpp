@@ -50,7 +50,8 @@ struct Traits {
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kColumns = kColumns_;
 
-  static constexpr int kMmaColumns = kColumns < 128 ? kColumns : 128;
+  static constexpr int kMmaColumns =
+      Shape{.row_groups = kRowGroups, .columns = kColumns}.mma_columns();
   static constexpr int kMmas = kColumns / kMmaColumns;  // beside each other
   using Element = typename Instruction<kMath, kMmaColumns>::Element;
   using Mma = typename Instruction<kMath, kMmaColumns>::Mma;

@@ -1,0 +1,194 @@
+// The convolution channels last.
+#pragma once
+
+#include <cstdint>
+
+#include "conv/direct/epilogue.hpp"
+#include "conv/direct/params.hpp"
+#include "cuda/math.hpp"
+
+namespace fusedconv::conv::direct {
+
+// [channel, depth, height, width, output channel of the block].
+template <class T>
+__device__ __forceinline__ void stage_weights(Params const& p, int first_channel, float* weights) {
+  T const* const weight = static_cast<T const*>(p.weight);
+  for (int i = threadIdx.x; i < p.weight_floats; i += kThreads) {
+    int rest, column, x, y, z, c, group, k;
+    p.weight_columns(rest, column, i);
+    p.kernel_w(rest, x, rest);
+    p.kernel_h(rest, y, rest);
+    p.kernel_d(c, z, rest);
+    p.group_channels(group, k, first_channel + column);
+    float value = 0.0f;
+    if (group < p.groups) {
+      int64_t const channel = int64_t(group) * p.channels + c;
+      value = device::to_float(weight[channel * p.source.stride_c + k * p.source.stride_k +
+                                      z * p.source.stride_t + y * p.source.stride_r +
+                                      x * p.source.stride_s]);
+    }
+    weights[i] = value;
+  }
+}
+
+// Adds what an output's taps give of one input channel for each of a thread's output channels.
+// input: of the tile's sample and the thread's first channel.
+template <class T, int kVector>
+__device__ __forceinline__ void add_pixel(Params const& p, float (&sums)[kVector], T const* input,
+                                          int64_t pitch, float const* weights, Line const& z,
+                                          Line const& y, Line const& x) {
+  int const h = p.axes[1].problem.input, w = p.axes[2].problem.input;
+#pragma unroll 1
+  for (int a = 0; a < z.taps; ++a) {
+    int const at_z = z.at - a * p.axes[0].sub_dilation;
+    if (unsigned(at_z) >= unsigned(p.axes[0].problem.input)) continue;
+    int const kernel_z = (z.first_tap + a * p.axes[0].tap_step) * p.kernel_h.divisor;
+#pragma unroll 1
+    for (int b = 0; b < y.taps; ++b) {
+      int const at_y = y.at - b * p.axes[1].sub_dilation;
+      if (unsigned(at_y) >= unsigned(h)) continue;
+      int const kernel_y =
+          (kernel_z + y.first_tap + b * p.axes[1].tap_step) * p.kernel_w.divisor + x.first_tap;
+      T const* source = input + int64_t((at_z * h + at_y) * w + x.at) * pitch;
+      float const* weight = weights + kernel_y * p.block_channels;
+#pragma unroll 2
+      for (int c = 0; c < x.taps; ++c) {
+        if (unsigned(x.at - c * p.axes[2].sub_dilation) < unsigned(w)) {
+          auto const pack = device::Pack<T, kVector>::load(source);
+          auto const own = device::Pack<float, kVector>::load(weight);
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) {
+            sums[v] = fmaf(device::to_float(pack.values[v]), own.values[v], sums[v]);
+          }
+        }
+        source -= p.axes[2].sub_dilation * pitch;
+        weight += p.axes[2].tap_step * p.block_channels;
+      }
+    }
+  }
+}
+
+// Merges each channel's moments over a block's lanes in a fixed tree, and leaves them.
+template <int kVector>
+__device__ __forceinline__ void leave_moments(Params const& p, Place const& place, int channel,
+                                              int lane, int lanes, int all,
+                                              device::Moments (&moments)[kVector],
+                                              device::Moments* shared) {
+  int half = 1;
+  while (2 * half < lanes) half *= 2;
+  for (; half > 0; half /= 2) {
+    if (lane >= half && lane < 2 * half && lane < lanes) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) shared[v * kThreads + threadIdx.x] = moments[v];
+    }
+    __syncthreads();
+    if (lane < half && lane + half < lanes) {
+      int const other = threadIdx.x + half * p.columns.divisor;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) moments[v].merge(shared[v * kThreads + other]);
+    }
+  }
+  if (lane != 0 || channel >= all) return;
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    p.partials[(place.sample * p.slots + place.tile) * all + channel + v] = {moments[v].count,
+                                                                            moments[v].partial()};
+  }
+}
+
+// kVector: channels of a thread, more than one where each group has one input and output channel.
+template <class T, int kVector, bool kNormalizes>
+__global__ void __launch_bounds__(kThreads) convolve_pixels(Params const p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  int rest, block, lane, column;
+  p.channel_blocks(rest, block, int(blockIdx.x));
+  Place place(p, rest);
+  place.sample = rest;
+  p.columns(lane, column, int(threadIdx.x));
+  int const lanes = kThreads / p.columns.divisor, all = p.output_channels * p.groups;
+  int const first_channel = block * p.block_channels;
+  int const channel = first_channel + column * kVector;
+  auto* const table = reinterpret_cast<Line*>(shared);
+  auto* const weights = reinterpret_cast<float*>(table + p.lines[0] + p.lines[1] + p.lines[2]);
+  int const from_zero[kMaxAxes] = {0, 0, 0};
+  write_lines(p, place, from_zero, table, threadIdx.x, kThreads);
+  stage_weights<T>(p, first_channel, weights);
+  __syncthreads();
+
+  bool const active = lane < lanes && channel < all;
+  int const depth = p.axes[0].problem.output, height = p.axes[1].problem.output;
+  int const width = p.axes[2].problem.output;
+  int64_t const input_pitch = int64_t(p.groups) * p.channels;
+  int64_t const inputs =
+      int64_t(p.axes[0].problem.input) * p.axes[1].problem.input * p.axes[2].problem.input;
+  int const group = channel / p.output_channels;
+  T const* const input =
+      static_cast<T const*>(p.input) + place.sample * inputs * input_pitch + group * p.channels;
+  T* const output = static_cast<T*>(p.output) +
+                    place.sample * (int64_t(depth) * height * width) * all + channel;
+  float bias[kVector];
+  groupnorm::ChannelAffine affine[kNormalizes ? kVector : 1];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    bias[v] = active && p.bias != nullptr
+                  ? device::to_float(static_cast<T const*>(p.bias)[channel + v])
+                  : 0.0f;
+    if constexpr (kNormalizes) {
+      affine[v] = groupnorm::ChannelAffine::of(p.affine, place.sample, channel + v);
+    }
+  }
+  device::ShiftedMoments moments[kVector];
+  int total = 0;
+  int const weight_channel =
+      p.kernel_d.divisor * p.kernel_h.divisor * p.kernel_w.divisor * p.block_channels;
+  int const units = active ? p.lines[0] * p.lines[1] * p.run_count : 0;
+  for (int unit = lane; unit < units; unit += lanes) {
+    int at, w, h;
+    p.runs(at, w, unit);
+    p.lines_h(at, h, at);
+    Line const z = table[at], y = table[p.lines[0] + h], x = table[p.lines[0] + p.lines[1] + w];
+    if (z.taps < 0 || y.taps < 0 || x.taps < 0) continue;
+    float values[kVector];
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) values[v] = bias[v];
+    for (int c = 0; c < p.channels; ++c) {
+      add_pixel<T, kVector>(p, values, input + c, input_pitch,
+                            weights + c * weight_channel + column * kVector, z, y, x);
+    }
+    if (p.activates_output) activate<T>(p.activation, values);
+    if (p.partials != nullptr) {
+      float activated[kVector];
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) activated[v] = values[v];
+      if (!p.activates_output) activate<T>(p.activation, activated);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        if (total == 0) moments[v].shift = activated[v];
+        moments[v].add(activated[v]);
+      }
+      ++total;
+    }
+    if (p.output == nullptr) continue;
+    if constexpr (kNormalizes) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        values[v] = fmaf(values[v] - affine[v].mean, affine[v].scale, affine[v].shift);
+      }
+      activate<T>(p.affine.activation_after, values);
+    }
+    device::Pack<T, kVector> pack;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[v]);
+    pack.store(output + int64_t((z.output * height + y.output) * width + x.output) * all);
+  }
+  if (p.partials != nullptr) {
+    __syncthreads();
+    device::Moments merged[kVector];
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) merged[v] = moments[v].moments(total);
+    leave_moments<kVector>(p, place, channel, lane, lanes, all, merged,
+                           reinterpret_cast<device::Moments*>(weights));
+  }
+}
+
+}  // namespace fusedconv::conv::direct

@@ -1,0 +1,369 @@
+// The convolution channels first.
+#pragma once
+
+#include <cstdint>
+
+#include "conv/direct/epilogue.hpp"
+#include "conv/direct/params.hpp"
+#include "conv/direct/taps.hpp"
+#include "cuda/math.hpp"
+
+namespace fusedconv::conv::direct {
+
+// A team's tile and its part of shared memory.
+template <class T>
+struct Team {
+  Place place;
+  int thread, group, first_channel;  // the latter of the group's output channels
+  bool active;
+  Line* table;
+  float* weights;
+  float* box;
+  T* staged;
+
+  __device__ __forceinline__ Team(Params const& p, unsigned char* shared, int team, int team_bytes,
+                                  int index)
+      : Team(p, shared + team * team_bytes, index < p.tile_count, index < p.tile_count ? index : 0) {
+  }
+
+ private:
+  __device__ __forceinline__ Team(Params const& p, unsigned char* shared, bool active, int rest)
+      : place(p, rest), thread(threadIdx.x % p.team_threads), active(active) {
+    int block;
+    p.channel_blocks(rest, block, rest);
+    p.conv_groups(place.sample, group, rest);
+    first_channel = block * p.block_channels;
+    table = reinterpret_cast<Line*>(shared);
+    weights = reinterpret_cast<float*>(table + p.lines[0] + p.lines[1] + p.lines[2]);
+    box = weights + p.weight_floats;
+    staged = reinterpret_cast<T*>(box + p.channels * p.box[0] * p.box[1] * p.box[2]);
+  }
+};
+
+// [output channel, channel, depth, height, width], rows of whole quads.
+template <class T>
+__device__ __forceinline__ void stage_weights(Params const& p, Team<T> const& team) {
+  T const* const weight = static_cast<T const*>(p.weight);
+  for (int i = team.thread; i < p.weight_floats; i += p.team_threads) {
+    int rest, x, y, z, c;
+    p.kernel_w(rest, x, i);
+    p.kernel_h(rest, y, rest);
+    p.kernel_d(rest, z, rest);
+    p.taps_channels(rest, c, rest);
+    int const k = team.first_channel + rest;
+    float value = 0.0f;
+    if (x < p.axes[2].problem.kernel && k < p.output_channels) {
+      int64_t const channel = int64_t(team.group) * p.channels + c;
+      value = device::to_float(weight[channel * p.source.stride_c + k * p.source.stride_k +
+                                      z * p.source.stride_t + y * p.source.stride_r +
+                                      x * p.source.stride_s]);
+    }
+    team.weights[i] = value;
+  }
+}
+
+// The input under the tile, with zeros outside: [channel, depth, height, width].
+template <class T>
+__device__ __forceinline__ void stage_box(Params const& p, Team<T> const& team,
+                                          int const (&origin)[kMaxAxes]) {
+  int const d = p.axes[0].problem.input, h = p.axes[1].problem.input, w = p.axes[2].problem.input;
+  int const plane = d * h * w;
+  T const* const input =
+      static_cast<T const*>(p.input) +
+      (int64_t(team.place.sample) * p.groups + team.group) * p.channels * int64_t(plane);
+  int const quads = p.channels * p.box[0] * p.box[1] * p.box_quads.divisor;
+#pragma unroll 2
+  for (int i = team.thread; i < quads; i += p.team_threads) {
+    int rest, quad, y;
+    p.box_quads(rest, quad, i);
+    p.box_h(rest, y, rest);
+    int c = 0, z = rest;
+    if (p.channels > 1) {
+      c = rest / p.box[0];
+      z = rest % p.box[0];
+    }
+    z += origin[0];
+    y += origin[1];
+    int const x = origin[2] + 4 * quad;
+    float4 values{0.0f, 0.0f, 0.0f, 0.0f};
+    if (unsigned(z) < unsigned(d) && unsigned(y) < unsigned(h)) {
+      T const* const line = input + int64_t(c) * plane + (z * h + y) * w;
+      if (unsigned(x) < unsigned(w)) values.x = device::to_float(line[x]);
+      if (unsigned(x + 1) < unsigned(w)) values.y = device::to_float(line[x + 1]);
+      if (unsigned(x + 2) < unsigned(w)) values.z = device::to_float(line[x + 2]);
+      if (unsigned(x + 3) < unsigned(w)) values.w = device::to_float(line[x + 3]);
+    }
+    reinterpret_cast<float4*>(team.box)[i] = values;
+  }
+}
+
+template <int kWide>
+__device__ __forceinline__ void load_floats(float* target, float const* source) {
+  if constexpr (kWide == 4) {
+    float4 const v = *reinterpret_cast<float4 const*>(source);
+    target[0] = v.x;
+    target[1] = v.y;
+    target[2] = v.z;
+    target[3] = v.w;
+  } else {
+    static_assert(kWide == 2);
+    float2 const v = *reinterpret_cast<float2 const*>(source);
+    target[0] = v.x;
+    target[1] = v.y;
+  }
+}
+
+// Adds the taps of a row of the filter to a run. row: where the run's window begins.
+template <int kTaps>
+__device__ __forceinline__ void add_row(float (&sums)[kRun], float const* row,
+                                        float const* weights) {
+  constexpr RunTaps taps = kRunTaps[kTaps];
+  constexpr int kWide = kRun / taps.stride % 4 == 0 ? 4 : 2;
+  constexpr int kWindow = (taps.window() + kWide - 1) / kWide * kWide;
+  constexpr int kWeights = (taps.kernel + 3) / 4 * 4;
+  float window[kWindow], weight[kWeights];
+#pragma unroll
+  for (int i = 0; i < kWeights; i += 4) load_floats<4>(weight + i, weights + i);
+#pragma unroll
+  for (int i = 0; i < kWindow; i += kWide) load_floats<kWide>(window + i, row + i);
+#pragma unroll
+  for (int v = 0; v < kRun; ++v) {
+#pragma unroll
+    for (int j = 0; j < taps.count(v); ++j) {
+      sums[v] = fmaf(window[taps.at(v) - j - taps.lowest()], weight[taps.first(v) + j * taps.stride],
+                     sums[v]);
+    }
+  }
+}
+
+// The same for one output of any taps.
+__device__ __forceinline__ void add_row(float& sum, float const* row, float const* weights,
+                                        Line const& line, Axis const& axis) {
+  for (int j = 0; j < line.taps; ++j) {
+    sum = fmaf(row[line.at - j * axis.sub_dilation], weights[line.first_tap + j * axis.tap_step],
+               sum);
+  }
+}
+
+// Outputs that are contiguous in memory are so in shared memory, at the same offset from a multiple
+// of 16 bytes.
+template <class T>
+struct Segments {
+  static constexpr int kVector = 16 / int(sizeof(T));
+  T* plane;  // of the output channel
+  int depth, height, width;
+
+  __device__ __forceinline__ int lead(int pixel) const {
+    return int((reinterpret_cast<uintptr_t>(plane) / sizeof(T) + unsigned(pixel)) % kVector);
+  }
+  __device__ __forceinline__ int pixel(int z, int y, int x) const {
+    return (z * height + y) * width + x;
+  }
+};
+
+// count: a multiple of a vector's elements.
+template <class T>
+__device__ __forceinline__ void store_run(T* target, float const (&values)[kRun], int count) {
+  constexpr int kVector = Segments<T>::kVector;
+#pragma unroll
+  for (int first = 0; first < kRun; first += kVector) {
+    if (first >= count) break;
+    device::Pack<T, kVector> pack;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[first + v]);
+    pack.store(target + first);
+  }
+}
+
+template <class T, int kValues>
+__device__ __forceinline__ void stage_run(Params const& p, Team<T> const& team,
+                                          Segments<T> const& to, int z, int y, int x,
+                                          float const (&values)[kValues], int count) {
+  Place const& place = team.place;
+  int const first_y = place.origin[1] * p.axes[1].problem.stride;
+  int const depth = z - place.origin[0] * p.axes[0].problem.stride;
+  int const height = y - first_y, width = x - place.origin[2];
+  int at;
+  if (p.joined) {
+    at = depth * p.segment + to.lead(to.pixel(z, first_y, 0)) + height * to.width + width;
+  } else {
+    at = (depth * p.extent[1] + height) * p.segment + to.lead(to.pixel(z, y, place.origin[2])) +
+         width;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (v < count) team.staged[at + v] = device::from_float<T>(values[v]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_segments(Params const& p, Team<T> const& team,
+                                               Segments<T> const& to) {
+  constexpr int kVector = Segments<T>::kVector;
+  Place const& place = team.place;
+  int const first_z = place.origin[0] * p.axes[0].problem.stride;
+  int const first_y = place.origin[1] * p.axes[1].problem.stride;
+  int const segments = p.joined ? p.extent[0] : p.extent[0] * p.extent[1];
+  int const units = segments * p.segment_vectors.divisor;
+#pragma unroll 1
+  for (int unit = team.thread; unit < units; unit += p.team_threads) {
+    int segment, at, z, y = 0;
+    p.segment_vectors(segment, at, unit);
+    z = segment;
+    if (!p.joined) p.extent_h(z, y, segment);
+    z += first_z;
+    y += first_y;
+    if (z >= to.depth || y >= to.height) continue;
+    int const length = p.joined ? min(p.extent[1], to.height - first_y) * to.width
+                                : min(p.extent[2], to.width - place.origin[2]);
+    int const pixel = to.pixel(z, y, place.origin[2]);
+    int const begin = at * kVector - to.lead(pixel);
+    T const* const source = team.staged + segment * p.segment + at * kVector;
+    T* const target = to.plane + pixel + begin;
+    if (begin >= 0 && begin + kVector <= length) {
+      device::Pack<T, kVector>::load(source).store(target);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        if (begin + v >= 0 && begin + v < length) target[v] = source[v];
+      }
+    }
+  }
+}
+
+// Of the team's threads, in a fixed order; valid in its first thread.
+__device__ __forceinline__ device::Moments merge_team(Params const& p, device::Moments value) {
+  __shared__ device::Moments by_warp[kThreads / kWarp];
+  value = device::merge_warp(value);
+  int const warp = threadIdx.x / kWarp;
+  if (threadIdx.x % kWarp == 0) by_warp[warp] = value;
+  __syncthreads();
+  if (threadIdx.x % p.team_threads == 0) {
+    for (int i = 1; i < p.team_threads / kWarp; ++i) value.merge(by_warp[warp + i]);
+  }
+  return value;
+}
+
+// kTaps: index into kRunTaps, or kGeneral.
+template <class T, int kTaps>
+__global__ void __launch_bounds__(kThreads, 3) convolve_planes(Params const p, int team_bytes) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  constexpr bool kGeneralTaps = kTaps == kGeneral;
+  constexpr int kValues = kGeneralTaps ? 1 : kRun;
+  constexpr int kStride = kRunTaps[kGeneralTaps ? 0 : kTaps].stride;
+  int const number = int(threadIdx.x) / p.team_threads;
+  Team<T> const team(p, shared, number, team_bytes,
+                     int(blockIdx.x) * (kThreads / p.team_threads) + number);
+  Place const& place = team.place;
+  AxisProblem const& width = p.axes[2].problem;
+  int const origin[kMaxAxes] = {place.origin[0] + p.before[0], place.origin[1] + p.before[1],
+                                place.origin[2] / width.stride + p.before[2]};
+  if (team.active) {
+    write_lines(p, place, origin, team.table, team.thread, p.team_threads);
+    stage_weights(p, team);
+    stage_box(p, team, origin);
+  }
+  __syncthreads();
+
+  Segments<T> to{nullptr, p.axes[0].problem.output, p.axes[1].problem.output, width.output};
+  int const pixels = to.depth * to.height * to.width;
+  int const units = team.active ? p.lines[0] * p.lines[1] * p.run_count : 0;
+  int const row_step = p.axes[1].sub_dilation * p.box[2];
+  int const weight_step = p.axes[1].tap_step * p.kernel_w.divisor;
+  int const box_channel = p.box[0] * p.box[1] * p.box[2];
+  int const weight_channel = p.kernel_d.divisor * p.kernel_h.divisor * p.kernel_w.divisor;
+  for (int k = 0; k < p.block_channels; ++k) {
+    bool const present = team.active && team.first_channel + k < p.output_channels;
+    int const channel = team.group * p.output_channels + team.first_channel + k;
+    float const bias = present && p.bias != nullptr
+                           ? device::to_float(static_cast<T const*>(p.bias)[channel])
+                           : 0.0f;
+    groupnorm::ChannelAffine affine;
+    if (present) affine = groupnorm::ChannelAffine::of(p.affine, place.sample, channel);
+    to.plane = static_cast<T*>(p.output);
+    if (p.output != nullptr) {
+      to.plane += (int64_t(place.sample) * p.groups * p.output_channels + channel) * pixels;
+    }
+    device::ShiftedMoments moments;
+    int total = 0;
+    for (int unit = team.thread; present && unit < units; unit += p.team_threads) {
+      int rest, run, h;
+      p.runs(rest, run, unit);
+      p.lines_h(rest, h, rest);
+      Line const z = team.table[rest], y = team.table[p.lines[0] + h];
+      int const x = place.origin[2] + run * kValues;
+      int const count = min(kValues, width.output - x);
+      if (z.taps < 0 || y.taps < 0 || count <= 0) continue;
+      float values[kValues];
+#pragma unroll
+      for (float& value : values) value = bias;
+      Line along{};
+      if constexpr (kGeneralTaps) along = team.table[p.lines[0] + p.lines[1] + run];
+#pragma unroll 1
+      for (int j = 0; j < z.taps; ++j) {
+        float const* plane =
+            team.box + ((z.at - j * p.axes[0].sub_dilation) * p.box[1] + y.at) * p.box[2];
+        if constexpr (!kGeneralTaps) plane += run * (kRun / kStride);
+        float const* plane_weights =
+            team.weights + k * p.channels * weight_channel +
+            ((z.first_tap + j * p.axes[0].tap_step) * p.kernel_h.divisor + y.first_tap) *
+                p.kernel_w.divisor;
+#pragma unroll 1
+        for (int c = 0; c < p.channels; ++c) {
+          float const* row = plane + c * box_channel;
+          float const* weights = plane_weights + c * weight_channel;
+#pragma unroll 1
+          for (int i = 0; i < y.taps; ++i) {
+            if constexpr (kGeneralTaps) {
+              add_row(values[0], row, weights, along, p.axes[2]);
+            } else {
+              add_row<kTaps>(values, row, weights);
+            }
+            row -= row_step;
+            weights += weight_step;
+          }
+        }
+      }
+      if (p.activates_output) activate<T>(p.activation, values);
+      if (p.partials != nullptr) {
+        if (p.activates_output) {
+          add(moments, total, values, count);
+        } else {
+          float activated[kValues];
+#pragma unroll
+          for (int v = 0; v < kValues; ++v) activated[v] = values[v];
+          activate<T>(p.activation, activated);
+          add(moments, total, activated, count);
+        }
+      }
+      if (p.output == nullptr) continue;
+      if (p.affine.statistics != nullptr) {
+#pragma unroll
+        for (float& value : values) value = fmaf(value - affine.mean, affine.scale, affine.shift);
+        activate<T>(p.affine.activation_after, values);
+      }
+      if constexpr (!kGeneralTaps) {
+        if (p.direct_stores) {
+          store_run(to.plane + to.pixel(z.output, y.output, x), values, count);
+          continue;
+        }
+      }
+      stage_run(p, team, to, z.output, y.output, x, values, count);
+    }
+    if (p.output != nullptr && !p.direct_stores) {
+      __syncthreads();
+      if (present) store_segments(p, team, to);
+      __syncthreads();
+    }
+    if (p.partials != nullptr) {
+      device::Moments const merged = merge_team(p, moments.moments(total));
+      if (present && team.thread == 0) {
+        p.partials[(place.sample * p.slots + place.tile) * p.groups * p.output_channels + channel] =
+            {merged.count, merged.partial()};
+      }
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace fusedconv::conv::direct

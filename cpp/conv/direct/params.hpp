@@ -10,6 +10,9 @@
 
 namespace fusedconv::conv::direct {
 
+// Phases along an axis that the host computes.
+inline constexpr int kFirstPhases = 8;
+
 struct Params {
   void const* input;
   void const* weight;
@@ -19,15 +22,17 @@ struct Params {
   groupnorm::Affine affine;
   FilterSource source;
   Axis axes[kMaxAxes];
+  Phase first_phases[kMaxAxes][kFirstPhases];
   int tile[kMaxAxes], extent[kMaxAxes], lines[kMaxAxes], box[kMaxAxes], before[kMaxAxes];
   int channels, output_channels, groups;  // channels of a group
   int block_channels, weight_floats, team_threads, segment, tile_count, run_count;
-  bool activates_output, joined, direct_stores;
+  bool activates_output, joined, direct_stores, vector_loads;
   Activation activation;
   int64_t slots;  // of a sample
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, channel_blocks, conv_groups;
+  cutlass::FastDivmod tile_d, tile_h, stride_w, phases_w;
   cutlass::FastDivmod lines_h, runs, kernel_d, kernel_h, kernel_w, taps_channels;
-  cutlass::FastDivmod box_h, box_quads, segment_vectors, extent_h, columns, weight_columns,
+  cutlass::FastDivmod box_d, box_h, box_quads, segment_vectors, extent_h, columns, weight_columns,
       group_channels;
 
   static Params of(Arguments const& arguments);
@@ -42,14 +47,21 @@ struct alignas(kLineBytes) Line {
 };
 inline constexpr int kOutside = -1;
 
-__device__ __forceinline__ Line line_of(Axis const& axis, int quotient, int residue, int origin) {
-  int const output = quotient * axis.problem.stride + residue;
-  Phase const phase = axis.phase(residue);
-  return {output < axis.problem.output ? phase.taps : kOutside, phase.first_tap,
+static __device__ __noinline__ Phase phase_by_call(Axis const& axis, int residue) {
+  return axis.phase(residue);
+}
+
+__device__ __forceinline__ Line line_of(Params const& p, int axis, int quotient, int residue,
+                                        int origin) {
+  int const output = quotient * p.axes[axis].problem.stride + residue;
+  Phase const phase = residue < kFirstPhases ? p.first_phases[axis][residue]
+                                             : phase_by_call(p.axes[axis], residue);
+  return {output < p.axes[axis].problem.output ? phase.taps : kOutside, phase.first_tap,
           quotient + phase.shift - origin, output};
 }
 
-// A tile's place in the output: quotients along depth and height, outputs along width.
+// A tile's place: its first quotients along depth and height, and along width the first output, or
+// channels last the first quotient.
 struct Place {
   int sample, tile, origin[kMaxAxes];
 
@@ -68,21 +80,31 @@ struct Place {
 };
 
 // Writes a tile's table: lines along depth, then height, each phase by phase, so that neighbours
-// have as many taps; then outputs along width. origin: what input positions are counted from.
+// have as many taps; then along width outputs, or (kPhases) the first of each phase. origin: what
+// input positions are counted from.
+template <bool kPhases>
 __device__ __forceinline__ void write_lines(Params const& p, Place const& place,
                                             int const (&origin)[kMaxAxes], Line* table, int thread,
                                             int threads) {
-#pragma unroll
-  for (int a = 0; a < kMaxAxes; ++a) {
-    for (int i = thread; i < p.lines[a]; i += threads) {
-      if (a < 2) {
-        table[i] = line_of(p.axes[a], place.origin[a] + i % p.tile[a], i / p.tile[a], origin[a]);
-      } else {
-        int const output = place.origin[a] + i, stride = p.axes[a].problem.stride;
-        table[i] = line_of(p.axes[a], output / stride, output % stride, origin[a]);
-      }
+  int const first_h = p.lines[0], first_w = first_h + p.lines[1], count = first_w + p.lines[2];
+#pragma unroll 1
+  for (int i = thread; i < count; i += threads) {
+    int axis, quotient, residue;
+    if (i < first_h) {
+      axis = 0;
+      p.tile_d(residue, quotient, i);
+      quotient += place.origin[0];
+    } else if (i < first_w) {
+      axis = 1;
+      p.tile_h(residue, quotient, i - first_h);
+      quotient += place.origin[1];
+    } else {
+      axis = 2;
+      residue = i - first_w;
+      quotient = place.origin[2];
+      if (!kPhases) p.stride_w(quotient, residue, quotient + residue);
     }
-    table += p.lines[a];
+    table[i] = line_of(p, axis, quotient, residue, origin[axis]);
   }
 }
 
@@ -103,6 +125,9 @@ inline Params Params::of(Arguments const& a) {
   p.source = config.source;
   for (int i = 0; i < kMaxAxes; ++i) {
     p.axes[i] = s.axes[i];
+    for (int j = 0; j < std::min(kFirstPhases, s.axes[i].phases); ++j) {
+      p.first_phases[i][j] = s.axes[i].phase(j);
+    }
     p.tile[i] = s.tile[i];
     p.extent[i] = s.extent[i];
     p.lines[i] = s.lines[i];
@@ -116,7 +141,7 @@ inline Params Params::of(Arguments const& a) {
   p.weight_floats = s.weight_floats;
   p.team_threads = s.team_threads();
   p.segment = s.segment;
-  p.run_count = int(ceil_div(s.tile[2], s.run()));
+  p.run_count = int(ceil_div(s.tile[2], last ? kPixels : s.run()));
   int64_t const tiles = a.batch * s.sample_tiles() * s.channel_blocks * (last ? 1 : c.groups);
   p.tile_count = int(tiles);
   p.activates_output = a.activates_output;
@@ -125,8 +150,13 @@ inline Params Params::of(Arguments const& a) {
   int const vector = 16 / config.traits().element_bytes();
   p.direct_stores = !last && s.run() == kRun && s.axes[2].problem.output % vector == 0 &&
                     device::is_aligned(a.output, 16);
+  p.vector_loads = c.aligned && s.axes[2].problem.input % 4 == 0;
   p.slots = config.partial_slots();
   auto const divisor = [](int value) { return cutlass::FastDivmod(std::max(1, value)); };
+  p.tile_d = divisor(s.tile[0]);
+  p.tile_h = divisor(s.tile[1]);
+  p.stride_w = divisor(s.axes[2].problem.stride);
+  p.phases_w = divisor(s.axes[2].phases);
   p.tiles_d = divisor(s.tiles[0]);
   p.tiles_h = divisor(s.tiles[1]);
   p.tiles_w = divisor(s.tiles[2]);
@@ -139,8 +169,10 @@ inline Params Params::of(Arguments const& a) {
   // Channels first, filter rows are read four taps at once.
   p.kernel_w = divisor(last ? c.axes[2].kernel : int(round_up(c.axes[2].kernel, 4)));
   p.taps_channels = divisor(c.channels);
+  p.box_d = divisor(s.box[0]);
   p.box_h = divisor(s.box[1]);
-  p.box_quads = divisor(s.box[2] / 4);
+  // Quads of the input's lines begin up to three columns before the box.
+  p.box_quads = divisor(s.box[2] / 4 + (p.vector_loads && s.before[2] % 4 != 0 ? 1 : 0));
   p.segment_vectors = divisor(s.segment / vector);
   p.extent_h = divisor(s.extent[1]);
   p.columns = divisor(s.block_channels / s.vector);

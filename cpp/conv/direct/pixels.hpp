@@ -31,12 +31,12 @@ __device__ __forceinline__ void stage_weights(Params const& p, int first_channel
   }
 }
 
-// Adds what an output's taps give of one input channel for each of a thread's output channels.
-// input: of the tile's sample and the thread's first channel.
+// Adds what the taps of kPixels outputs of a phase, neighbours along width, give of one input channel
+// for each of a thread's output channels. input: of the tile's sample and the thread's first channel.
 template <class T, int kVector>
-__device__ __forceinline__ void add_pixel(Params const& p, float (&sums)[kVector], T const* input,
-                                          int64_t pitch, float const* weights, Line const& z,
-                                          Line const& y, Line const& x) {
+__device__ __forceinline__ void add_pixels(Params const& p, float (&sums)[kPixels][kVector],
+                                           T const* input, int64_t pitch, float const* weights,
+                                           Line const& z, Line const& y, Line const& x) {
   int const h = p.axes[1].problem.input, w = p.axes[2].problem.input;
 #pragma unroll 1
   for (int a = 0; a < z.taps; ++a) {
@@ -47,20 +47,29 @@ __device__ __forceinline__ void add_pixel(Params const& p, float (&sums)[kVector
     for (int b = 0; b < y.taps; ++b) {
       int const at_y = y.at - b * p.axes[1].sub_dilation;
       if (unsigned(at_y) >= unsigned(h)) continue;
-      int const kernel_y =
+      int const kernel =
           (kernel_z + y.first_tap + b * p.axes[1].tap_step) * p.kernel_w.divisor + x.first_tap;
-      T const* source = input + int64_t((at_z * h + at_y) * w + x.at) * pitch;
-      float const* weight = weights + kernel_y * p.block_channels;
-#pragma unroll 2
+      int at_x = x.at;
+      T const* source = input + int64_t((at_z * h + at_y) * w + at_x) * pitch;
+      float const* weight = weights + kernel * p.block_channels;
+#pragma unroll 1
       for (int c = 0; c < x.taps; ++c) {
-        if (unsigned(x.at - c * p.axes[2].sub_dilation) < unsigned(w)) {
-          auto const pack = device::Pack<T, kVector>::load(source);
-          auto const own = device::Pack<float, kVector>::load(weight);
+        device::Pack<T, kVector> loaded[kPixels];
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) {
-            sums[v] = fmaf(device::to_float(pack.values[v]), own.values[v], sums[v]);
+        for (int i = 0; i < kPixels; ++i) {
+          if (unsigned(at_x + i) < unsigned(w)) {
+            loaded[i] = device::Pack<T, kVector>::load(source + i * pitch);
           }
         }
+        auto const own = device::Pack<float, kVector>::load(weight);
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) {
+            sums[i][v] = fmaf(device::to_float(loaded[i].values[v]), own.values[v], sums[i][v]);
+          }
+        }
+        at_x -= p.axes[2].sub_dilation;
         source -= p.axes[2].sub_dilation * pitch;
         weight += p.axes[2].tap_step * p.block_channels;
       }
@@ -98,7 +107,8 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
 
 // kVector: channels of a thread, more than one where each group has one input and output channel.
 template <class T, int kVector, bool kNormalizes>
-__global__ void __launch_bounds__(kThreads) convolve_pixels(Params const p) {
+__global__ void __launch_bounds__(kThreads, 2) 
+    convolve_pixels(__grid_constant__ Params const p) {
   extern __shared__ __align__(16) unsigned char shared[];
   int rest, block, lane, column;
   p.channel_blocks(rest, block, int(blockIdx.x));
@@ -111,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) convolve_pixels(Params const p) {
   auto* const table = reinterpret_cast<Line*>(shared);
   auto* const weights = reinterpret_cast<float*>(table + p.lines[0] + p.lines[1] + p.lines[2]);
   int const from_zero[kMaxAxes] = {0, 0, 0};
-  write_lines(p, place, from_zero, table, threadIdx.x, kThreads);
+  write_lines<true>(p, place, from_zero, table, threadIdx.x, kThreads);
   stage_weights<T>(p, first_channel, weights);
   __syncthreads();
 
@@ -141,45 +151,60 @@ __global__ void __launch_bounds__(kThreads) convolve_pixels(Params const p) {
   int total = 0;
   int const weight_channel =
       p.kernel_d.divisor * p.kernel_h.divisor * p.kernel_w.divisor * p.block_channels;
-  int const units = active ? p.lines[0] * p.lines[1] * p.run_count : 0;
+  int const units = active ? p.lines[0] * p.lines[1] * p.lines[2] * p.run_count : 0;
+  int const end = min(place.origin[2] + p.tile[2], p.axes[2].positions);
   for (int unit = lane; unit < units; unit += lanes) {
-    int at, w, h;
-    p.runs(at, w, unit);
+    int at, first, residue, h;
+    p.runs(at, first, unit);
+    p.phases_w(at, residue, at);
     p.lines_h(at, h, at);
-    Line const z = table[at], y = table[p.lines[0] + h], x = table[p.lines[0] + p.lines[1] + w];
-    if (z.taps < 0 || y.taps < 0 || x.taps < 0) continue;
-    float values[kVector];
+    Line const z = table[at], y = table[p.lines[0] + h];
+    Line x = table[p.lines[0] + p.lines[1] + residue];
+    first *= kPixels;
+    x.at += first;
+    x.output += first * p.axes[2].problem.stride;
+    if (z.taps < 0 || y.taps < 0) continue;
+    float values[kPixels][kVector];
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) values[v] = bias[v];
+    for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) values[i][v] = bias[v];
+    }
     for (int c = 0; c < p.channels; ++c) {
-      add_pixel<T, kVector>(p, values, input + c, input_pitch,
-                            weights + c * weight_channel + column * kVector, z, y, x);
+      add_pixels<T, kVector>(p, values, input + c, input_pitch,
+                             weights + c * weight_channel + column * kVector, z, y, x);
     }
-    if (p.activates_output) activate<T>(p.activation, values);
-    if (p.partials != nullptr) {
-      float activated[kVector];
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) activated[v] = values[v];
-      if (!p.activates_output) activate<T>(p.activation, activated);
+    for (int i = 0; i < kPixels; ++i) {
+      if (place.origin[2] + first + i >= end || x.output >= width) break;
+      if (p.activates_output) activate<T>(p.activation, values[i]);
+      if (p.partials != nullptr) {
+        float activated[kVector];
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        if (total == 0) moments[v].shift = activated[v];
-        moments[v].add(activated[v]);
+        for (int v = 0; v < kVector; ++v) activated[v] = values[i][v];
+        if (!p.activates_output) activate<T>(p.activation, activated);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          if (total == 0) moments[v].shift = activated[v];
+          moments[v].add(activated[v]);
+        }
+        ++total;
       }
-      ++total;
-    }
-    if (p.output == nullptr) continue;
-    if constexpr (kNormalizes) {
+      if (p.output != nullptr) {
+        if constexpr (kNormalizes) {
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        values[v] = fmaf(values[v] - affine[v].mean, affine[v].scale, affine[v].shift);
+          for (int v = 0; v < kVector; ++v) {
+            values[i][v] = fmaf(values[i][v] - affine[v].mean, affine[v].scale, affine[v].shift);
+          }
+          activate<T>(p.affine.activation_after, values[i]);
+        }
+        device::Pack<T, kVector> pack;
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[i][v]);
+        pack.store(output + int64_t((z.output * height + y.output) * width + x.output) * all);
       }
-      activate<T>(p.affine.activation_after, values);
+      x.output += p.axes[2].problem.stride;
     }
-    device::Pack<T, kVector> pack;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[v]);
-    pack.store(output + int64_t((z.output * height + y.output) * width + x.output) * all);
   }
   if (p.partials != nullptr) {
     __syncthreads();

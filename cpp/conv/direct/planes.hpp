@@ -62,40 +62,97 @@ __device__ __forceinline__ void stage_weights(Params const& p, Team<T> const& te
   }
 }
 
-// The input under the tile, with zeros outside: [channel, depth, height, width].
+// The input under the tile, with zeros outside: [channel, depth, height, width]. Some of a thread's
+// quads are loaded before others are stored.
 template <class T>
-__device__ __forceinline__ void stage_box(Params const& p, Team<T> const& team,
-                                          int const (&origin)[kMaxAxes]) {
-  int const d = p.axes[0].problem.input, h = p.axes[1].problem.input, w = p.axes[2].problem.input;
-  int const plane = d * h * w;
-  T const* const input =
-      static_cast<T const*>(p.input) +
-      (int64_t(team.place.sample) * p.groups + team.group) * p.channels * int64_t(plane);
-  int const quads = p.channels * p.box[0] * p.box[1] * p.box_quads.divisor;
-#pragma unroll 2
-  for (int i = team.thread; i < quads; i += p.team_threads) {
-    int rest, quad, y;
-    p.box_quads(rest, quad, i);
-    p.box_h(rest, y, rest);
-    int c = 0, z = rest;
-    if (p.channels > 1) {
-      c = rest / p.box[0];
-      z = rest % p.box[0];
-    }
-    z += origin[0];
-    y += origin[1];
-    int const x = origin[2] + 4 * quad;
-    float4 values{0.0f, 0.0f, 0.0f, 0.0f};
-    if (unsigned(z) < unsigned(d) && unsigned(y) < unsigned(h)) {
-      T const* const line = input + int64_t(c) * plane + (z * h + y) * w;
-      if (unsigned(x) < unsigned(w)) values.x = device::to_float(line[x]);
-      if (unsigned(x + 1) < unsigned(w)) values.y = device::to_float(line[x + 1]);
-      if (unsigned(x + 2) < unsigned(w)) values.z = device::to_float(line[x + 2]);
-      if (unsigned(x + 3) < unsigned(w)) values.w = device::to_float(line[x + 3]);
-    }
-    reinterpret_cast<float4*>(team.box)[i] = values;
+class BoxLoader {
+  static constexpr int kQuads = 3;
+  using Quad = device::Pack<T, 4>;
+
+ public:
+  __device__ __forceinline__ BoxLoader(Params const& p, Team<T> const& team,
+                                       int const (&origin)[kMaxAxes])
+      : depth_(p.axes[0].problem.input),
+        height_(p.axes[1].problem.input),
+        width_(p.axes[2].problem.input),
+        quads_(p.channels * p.box[0] * p.box[1] * p.box_quads.divisor),
+        lead_(p.vector_loads ? origin[2] & 3 : 0),
+        index_(team.thread) {
+    int64_t const plane = int64_t(depth_) * height_ * width_;
+    input_ = static_cast<T const*>(p.input) +
+             (int64_t(team.place.sample) * p.groups + team.group) * p.channels * plane;
+    load(p, team, origin);
   }
-}
+
+  __device__ __forceinline__ void finish(Params const& p, Team<T> const& team,
+                                         int const (&origin)[kMaxAxes]) {
+    while (true) {
+      store(p, team);
+      index_ += kQuads * p.team_threads;
+      if (index_ >= quads_) return;
+      load(p, team, origin);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(Params const& p, Team<T> const& team,
+                                       int const (&origin)[kMaxAxes]) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      int const i = index_ + q * p.team_threads;
+      values_[q] = Quad();
+      if (i >= quads_) break;
+      int rest, quad, y, c = 0;
+      p.box_quads(rest, quad, i);
+      p.box_h(rest, y, rest);
+      int z = rest;
+      if (p.channels > 1) p.box_d(c, z, rest);
+      z += origin[0];
+      y += origin[1];
+      int const x = origin[2] - lead_ + 4 * quad;
+      if (unsigned(z) >= unsigned(depth_) || unsigned(y) >= unsigned(height_)) continue;
+      T const* const line = input_ + (int64_t(c) * depth_ * height_ + z * height_ + y) * width_;
+      if (p.vector_loads) {
+        if (unsigned(x) < unsigned(width_)) values_[q] = Quad::load(line + x);
+      } else {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          if (unsigned(x + v) < unsigned(width_)) values_[q].values[v] = line[x + v];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(Params const& p, Team<T> const& team) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      int const i = index_ + q * p.team_threads;
+      if (i >= quads_) break;
+      int line, quad;
+      p.box_quads(line, quad, i);
+      float values[4];
+#pragma unroll
+      for (int v = 0; v < 4; ++v) values[v] = device::to_float(values_[q].values[v]);
+      float* const target = team.box + line * p.box[2];
+      int const column = 4 * quad - lead_;
+      if (lead_ == 0) {
+        if (column < p.box[2]) {
+          *reinterpret_cast<float4*>(target + column) =
+              make_float4(values[0], values[1], values[2], values[3]);
+        }
+      } else {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          if (unsigned(column + v) < unsigned(p.box[2])) target[column + v] = values[v];
+        }
+      }
+    }
+  }
+
+  int depth_, height_, width_, quads_, lead_, index_;
+  T const* input_;
+  Quad values_[kQuads];
+};
 
 template <int kWide>
 __device__ __forceinline__ void load_floats(float* target, float const* source) {
@@ -246,7 +303,8 @@ __device__ __forceinline__ device::Moments merge_team(Params const& p, device::M
 
 // kTaps: index into kRunTaps, or kGeneral.
 template <class T, int kTaps>
-__global__ void __launch_bounds__(kThreads, 3) convolve_planes(Params const p, int team_bytes) {
+__global__ void __launch_bounds__(kThreads, 3) 
+    convolve_planes(__grid_constant__ Params const p, int team_bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr bool kGeneralTaps = kTaps == kGeneral;
   constexpr int kValues = kGeneralTaps ? 1 : kRun;
@@ -259,9 +317,10 @@ __global__ void __launch_bounds__(kThreads, 3) convolve_planes(Params const p, i
   int const origin[kMaxAxes] = {place.origin[0] + p.before[0], place.origin[1] + p.before[1],
                                 place.origin[2] / width.stride + p.before[2]};
   if (team.active) {
-    write_lines(p, place, origin, team.table, team.thread, p.team_threads);
+    BoxLoader<T> loader(p, team, origin);
+    write_lines<false>(p, place, origin, team.table, team.thread, p.team_threads);
     stage_weights(p, team);
-    stage_box(p, team, origin);
+    loader.finish(p, team, origin);
   }
   __syncthreads();
 

@@ -13,7 +13,7 @@ namespace {
 // Of a block, so that a multiprocessor has several at once.
 constexpr int kGoodSharedBytes = 40 << 10;
 constexpr int kMostOutputs = 8192;  // of a tile
-constexpr int kPixelsOfThread = 16;
+constexpr int kPixelsOfThread = 32;
 // What staging four positions, and a run, cost beside each other.
 constexpr double kStagingCost = 1.0;
 constexpr double kRunCost = 4.0;
@@ -46,19 +46,17 @@ void for_parts(int extent, Body const& body) {
   }
 }
 
-void set_tile(Schedule& s, int d, int h, int w) {
-  auto const& axes = s.axes;
-  s.tile = {d, h, w};
-  s.tiles = {int(ceil_div(axes[0].positions, d)), int(ceil_div(axes[1].positions, h)),
-             int(ceil_div(axes[2].problem.output, w))};
+// Along depth and height.
+void set_tile(Schedule& s, int d, int h) {
+  s.tile[0] = d;
+  s.tile[1] = h;
   for (int i = 0; i < 2; ++i) {
-    s.extent[i] = int(std::min<int64_t>(int64_t(s.tile[i]) * axes[i].problem.stride,
-                                        axes[i].problem.output));
-    s.lines[i] = s.tile[i] * axes[i].phases;
+    Axis const& axis = s.axes[i];
+    s.tiles[i] = int(ceil_div(axis.positions, s.tile[i]));
+    s.extent[i] = int(std::min<int64_t>(int64_t(s.tile[i]) * axis.problem.stride,
+                                        axis.problem.output));
+    s.lines[i] = s.tile[i] * axis.phases;
   }
-  s.extent[2] = w;
-  // Runs know their taps.
-  s.lines[2] = s.run_taps == kGeneral ? w : 0;
 }
 
 // Channels first: the box and what shared memory a team's tile takes, in bytes.
@@ -105,7 +103,11 @@ Schedule planes(Schedule s, Problem const& p, int element, Device const& device)
   Schedule result = s;
   auto const consider = [&](int d, int h, int w, int64_t most_bytes) {
     Schedule candidate = s;
-    set_tile(candidate, d, h, w);
+    set_tile(candidate, d, h);
+    candidate.tile[2] = candidate.extent[2] = w;
+    candidate.tiles[2] = int(ceil_div(s.axes[2].problem.output, w));
+    // Runs know their taps.
+    candidate.lines[2] = s.run_taps == kGeneral ? w : 0;
     int64_t const outputs = int64_t(candidate.extent[0]) * candidate.extent[1] * w;
     int64_t const runs = int64_t(candidate.extent[0]) * candidate.extent[1] * ceil_div(w, run);
     int64_t const bytes = team_bytes(candidate, p, element);
@@ -158,14 +160,16 @@ Schedule pixels(Schedule s, Problem const& p, int element, Device const& device)
   // Whole lines where they fit: neighbours share what they read.
   auto const& axes = s.axes;
   auto const quotients = [&](int axis, int64_t line) {
-    return int(std::clamp<int64_t>(outputs / (line * axes[axis].problem.stride), 1,
-                                   axes[axis].positions));
+    int64_t const fitting = outputs / (line * axes[axis].phases);
+    int64_t const parts = ceil_div(axes[axis].positions, std::max<int64_t>(1, fitting));
+    return int(ceil_div(axes[axis].positions, parts));
   };
-  int const w = int(std::min<int64_t>(axes[2].problem.output, std::min<int64_t>(outputs, 512)));
-  int const h = quotients(1, w);
-  int64_t const plane =
-      std::min(int64_t(h) * axes[1].problem.stride, int64_t(axes[1].problem.output)) * w;
-  set_tile(s, quotients(0, plane), h, w);
+  s.tile[2] = s.extent[2] = quotients(2, 1);
+  s.tiles[2] = int(ceil_div(axes[2].positions, s.tile[2]));
+  s.lines[2] = axes[2].phases;
+  int64_t const line = int64_t(s.tile[2]) * axes[2].phases;
+  int const h = quotients(1, line);
+  set_tile(s, quotients(0, line * h * axes[1].phases), h);
   int64_t const weights = column * block_columns;
   int64_t const bytes = s.table_bytes() + std::max<int64_t>(weights, kThreads * s.vector * 16);
   if (bytes > device.shared_bytes) {

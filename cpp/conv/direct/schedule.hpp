@@ -5,7 +5,7 @@
 // padding. A tile is a rectangle of quotients of the stride along depth and height, with all their
 // phases, and of outputs along width.
 //
-// Channels first, a team of threads has one tile of a convolution group: it stages what the tile
+// (Channels last: of quotients along width too.) Channels first, a team of threads has one tile of a convolution group: it stages what the tile
 // reads in shared memory, in float32 and with zeros around, and computes the group's output channels
 // from it one after the other, a run of neighbouring outputs by thread. Channels last, the threads of
 // a block lie along channels and go through the tile's outputs; inputs come from global memory.
@@ -25,6 +25,7 @@ namespace fusedconv::conv::direct {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarp = 32;
+inline constexpr int kPixels = 4;         // of a thread at once, channels last
 inline constexpr int kLineBytes = 16;     // of a tile's table
 inline constexpr int kMostProducts = 64;  // input times output channels of a group
 inline constexpr int kMostStride = 1 << 15;  // products of two fit an int
@@ -35,10 +36,11 @@ using Problem = TransposedProblem;
 struct Schedule {
   Support support;
   std::array<Axis, kMaxAxes> axes;
-  std::array<int, kMaxAxes> tile{};   // quotients along depth and height, outputs along width
+  // Quotients; channels first, along width outputs.
+  std::array<int, kMaxAxes> tile{};
   std::array<int, kMaxAxes> tiles{};
   std::array<int, kMaxAxes> extent{};  // outputs of a tile, from its first to its last
-  std::array<int, kMaxAxes> lines{};   // of the table of taps: phases times quotients; outputs
+  std::array<int, kMaxAxes> lines{};   // of the table of taps
   int teams = 0;           // of a block; channels last 1
   int channel_blocks = 0;  // of a group's output channels; channels last, of all
   int block_channels = 0;

@@ -11,8 +11,7 @@ namespace fusedconv::binding {
 
 void bind_direct(py::module_& m) {
   using namespace conv::direct;
-  py::module_ room =
-      m.def_submodule("direct", "Transposed convolutions of few channels a group.");
+  py::module_ room = m.def_submodule("direct", "Transposed convolutions of few channels a group.");
   py::class_<Row>(room, "Row", "The compiled kernels of a type.")
       .def_readonly("name", &Row::name)
       .def_readonly("math", &Row::math);
@@ -25,8 +24,9 @@ void bind_direct(py::module_& m) {
            py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("source"), py::arg("device"))
       .def_property_readonly("support", scheduled(&Schedule::support))
       .def_property_readonly("reads", &Config::reads)
-      .def_property_readonly("tile", scheduled(&Schedule::tile),
-                             "Quotients of the stride by axis; channels first, outputs along width.")
+      .def_property_readonly(
+          "tile", scheduled(&Schedule::tile),
+          "Quotients of the stride by axis; channels first, outputs along width.")
       .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of a sample, by axis.")
       .def_property_readonly("extent", scheduled(&Schedule::extent),
                              "A tile's outputs along depth and height, from first to last.")

@@ -21,6 +21,8 @@ template <class T, int kTaps>
 void launch_planes(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve_planes<T, kTaps>;
   Schedule const& s = a.config.schedule;
+  FUSEDCONV_CHECK(!s.stores_runs || device::is_aligned(a.output, 16), a.config.row->name,
+                  ": output: got an address that is no multiple of 16 bytes");
   check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(s.shared_bytes));
   kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(Params::of(a),
                                                                   s.shared_bytes / s.teams);
@@ -57,7 +59,8 @@ void launch(Arguments const& a, cudaStream_t stream) {
 
 template <class T>
 Row row_of(Math math) {
-  return {.name = detail::join("direct_", traits_of(math).name), .math = math, .launch = &launch<T>};
+  return {
+      .name = detail::join("direct_", traits_of(math).name), .math = math, .launch = &launch<T>};
 }
 
 }  // namespace fusedconv::conv::direct

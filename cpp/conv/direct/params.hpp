@@ -26,11 +26,13 @@ struct Params {
   int tile[kMaxAxes], extent[kMaxAxes], lines[kMaxAxes], box[kMaxAxes], before[kMaxAxes];
   int channels, output_channels, groups;  // channels of a group
   int block_channels, weight_floats, team_threads, segment, tile_count, run_count;
-  bool activates_output, joined, direct_stores, vector_loads;
+  // From a thread's row to its next: outputs along height and width, in the box.
+  int group_lines, row_height, row_width, row_floats;
+  bool activates_output, joined, stores_runs, vector_loads;
   Activation activation;
   int64_t slots;  // of a sample
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, channel_blocks, conv_groups;
-  cutlass::FastDivmod tile_d, tile_h, stride_w, phases_w;
+  cutlass::FastDivmod tile_d, tile_h, stride_w, phases_h, phases_w, row_groups;
   cutlass::FastDivmod lines_h, runs, kernel_d, kernel_h, kernel_w, taps_channels;
   cutlass::FastDivmod box_d, box_h, box_quads, segment_vectors, extent_h, columns, weight_columns,
       group_channels;
@@ -38,26 +40,13 @@ struct Params {
   static Params of(Arguments const& arguments);
 };
 
-// A line of outputs, or an output along width: its taps along the axis.
-struct alignas(kLineBytes) Line {
-  int taps;       // kOutside: not an output
-  int first_tap;  // then every tap_step
-  int at;         // input position of the first, then every sub_dilation less
-  int output;     // position in the output
-};
-inline constexpr int kOutside = -1;
-
 static __device__ __noinline__ Phase phase_by_call(Axis const& axis, int residue) {
   return axis.phase(residue);
 }
 
-__device__ __forceinline__ Line line_of(Params const& p, int axis, int quotient, int residue,
-                                        int origin) {
-  int const output = quotient * p.axes[axis].problem.stride + residue;
-  Phase const phase = residue < kFirstPhases ? p.first_phases[axis][residue]
-                                             : phase_by_call(p.axes[axis], residue);
-  return {output < p.axes[axis].problem.output ? phase.taps : kOutside, phase.first_tap,
-          quotient + phase.shift - origin, output};
+__device__ __forceinline__ Phase phase_of(Params const& p, int axis, int residue) {
+  return residue < kFirstPhases ? p.first_phases[axis][residue]
+                                : phase_by_call(p.axes[axis], residue);
 }
 
 // A tile's place: its first quotients along depth and height, and along width the first output, or
@@ -78,35 +67,6 @@ struct Place {
     sample = 0;
   }
 };
-
-// Writes a tile's table: lines along depth, then height, each phase by phase, so that neighbours
-// have as many taps; then along width outputs, or (kPhases) the first of each phase. origin: what
-// input positions are counted from.
-template <bool kPhases>
-__device__ __forceinline__ void write_lines(Params const& p, Place const& place,
-                                            int const (&origin)[kMaxAxes], Line* table, int thread,
-                                            int threads) {
-  int const first_h = p.lines[0], first_w = first_h + p.lines[1], count = first_w + p.lines[2];
-#pragma unroll 1
-  for (int i = thread; i < count; i += threads) {
-    int axis, quotient, residue;
-    if (i < first_h) {
-      axis = 0;
-      p.tile_d(residue, quotient, i);
-      quotient += place.origin[0];
-    } else if (i < first_w) {
-      axis = 1;
-      p.tile_h(residue, quotient, i - first_h);
-      quotient += place.origin[1];
-    } else {
-      axis = 2;
-      residue = i - first_w;
-      quotient = place.origin[2];
-      if (!kPhases) p.stride_w(quotient, residue, quotient + residue);
-    }
-    table[i] = line_of(p, axis, quotient, residue, origin[axis]);
-  }
-}
 
 inline Params Params::of(Arguments const& a) {
   Config const& config = a.config;
@@ -141,21 +101,27 @@ inline Params Params::of(Arguments const& a) {
   p.weight_floats = s.weight_floats;
   p.team_threads = s.team_threads();
   p.segment = s.segment;
-  p.run_count = int(ceil_div(s.tile[2], last ? kPixels : s.run()));
+  p.run_count = s.strip > 0 ? s.strip : int(ceil_div(s.tile[2], last ? kPixels : s.run));
+  bool const across = s.strip > 0;
+  p.group_lines = across ? 1 : kRows;
+  p.row_height = across ? 0 : s.axes[1].problem.stride;
+  p.row_width = across ? s.strip * s.run : 0;
+  p.row_floats = across ? p.row_width / s.axes[2].problem.stride : s.box[2];
   int64_t const tiles = a.batch * s.sample_tiles() * s.channel_blocks * (last ? 1 : c.groups);
   p.tile_count = int(tiles);
   p.activates_output = a.activates_output;
   p.activation = a.activation;
   p.joined = s.joined;
   int const vector = 16 / config.traits().element_bytes();
-  p.direct_stores = !last && s.run() == kRun && s.axes[2].problem.output % vector == 0 &&
-                    device::is_aligned(a.output, 16);
+  p.stores_runs = s.stores_runs;
   p.vector_loads = c.aligned && s.axes[2].problem.input % 4 == 0;
   p.slots = config.partial_slots();
   auto const divisor = [](int value) { return cutlass::FastDivmod(std::max(1, value)); };
   p.tile_d = divisor(s.tile[0]);
   p.tile_h = divisor(s.tile[1]);
   p.stride_w = divisor(s.axes[2].problem.stride);
+  p.phases_h = divisor(s.axes[1].phases);
+  p.row_groups = divisor(s.row_groups);
   p.phases_w = divisor(s.axes[2].phases);
   p.tiles_d = divisor(s.tiles[0]);
   p.tiles_h = divisor(s.tiles[1]);
@@ -171,8 +137,9 @@ inline Params Params::of(Arguments const& a) {
   p.taps_channels = divisor(c.channels);
   p.box_d = divisor(s.box[0]);
   p.box_h = divisor(s.box[1]);
+  bool const whole = s.before[2] % 4 == 0 && s.tiles[2] == 1;
   // Quads of the input's lines begin up to three columns before the box.
-  p.box_quads = divisor(s.box[2] / 4 + (p.vector_loads && s.before[2] % 4 != 0 ? 1 : 0));
+  p.box_quads = divisor(s.box[2] / 4 + (p.vector_loads && !whole ? 1 : 0));
   p.segment_vectors = divisor(s.segment / vector);
   p.extent_h = divisor(s.extent[1]);
   p.columns = divisor(s.block_channels / s.vector);

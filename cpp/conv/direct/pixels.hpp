@@ -9,6 +9,42 @@
 
 namespace fusedconv::conv::direct {
 
+// A line of outputs, or a phase along width: its taps along the axis.
+struct alignas(kLineBytes) Line {
+  int taps;       // kOutside: not an output
+  int first_tap;  // then every tap_step
+  int at;         // input position of the first, then every sub_dilation less
+  int output;     // position in the output
+};
+inline constexpr int kOutside = -1;
+
+// Writes a tile's table: lines along depth, then height, each phase by phase, so that neighbours
+// have as many taps; then the first output of each phase along width.
+__device__ __forceinline__ void write_lines(Params const& p, Place const& place, Line* table) {
+  int const first_h = p.lines[0], first_w = first_h + p.lines[1], count = first_w + p.lines[2];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    int axis, quotient, residue;
+    if (i < first_h) {
+      axis = 0;
+      p.tile_d(residue, quotient, i);
+      quotient += place.origin[0];
+    } else if (i < first_w) {
+      axis = 1;
+      p.tile_h(residue, quotient, i - first_h);
+      quotient += place.origin[1];
+    } else {
+      axis = 2;
+      residue = i - first_w;
+      quotient = place.origin[2];
+    }
+    int const output = quotient * p.axes[axis].problem.stride + residue;
+    Phase const phase = phase_of(p, axis, residue);
+    table[i] = {output < p.axes[axis].problem.output ? phase.taps : kOutside, phase.first_tap,
+                quotient + phase.shift, output};
+  }
+}
+
 // [channel, depth, height, width, output channel of the block].
 template <class T>
 __device__ __forceinline__ void stage_weights(Params const& p, int first_channel, float* weights) {
@@ -23,16 +59,17 @@ __device__ __forceinline__ void stage_weights(Params const& p, int first_channel
     float value = 0.0f;
     if (group < p.groups) {
       int64_t const channel = int64_t(group) * p.channels + c;
-      value = device::to_float(weight[channel * p.source.stride_c + k * p.source.stride_k +
-                                      z * p.source.stride_t + y * p.source.stride_r +
-                                      x * p.source.stride_s]);
+      value = device::to_float(
+          weight[channel * p.source.stride_c + k * p.source.stride_k + z * p.source.stride_t +
+                 y * p.source.stride_r + x * p.source.stride_s]);
     }
     weights[i] = value;
   }
 }
 
-// Adds what the taps of kPixels outputs of a phase, neighbours along width, give of one input channel
-// for each of a thread's output channels. input: of the tile's sample and the thread's first channel.
+// Adds what the taps of kPixels outputs of a phase, neighbours along width, give of one input
+// channel for each of a thread's output channels. input: of the tile's sample and the thread's
+// first channel.
 template <class T, int kVector>
 __device__ __forceinline__ void add_pixels(Params const& p, float (&sums)[kPixels][kVector],
                                            T const* input, int64_t pitch, float const* weights,
@@ -101,14 +138,13 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
     p.partials[(place.sample * p.slots + place.tile) * all + channel + v] = {moments[v].count,
-                                                                            moments[v].partial()};
+                                                                             moments[v].partial()};
   }
 }
 
 // kVector: channels of a thread, more than one where each group has one input and output channel.
 template <class T, int kVector, bool kNormalizes>
-__global__ void __launch_bounds__(kThreads, 2) 
-    convolve_pixels(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__ Params const p) {
   extern __shared__ __align__(16) unsigned char shared[];
   int rest, block, lane, column;
   p.channel_blocks(rest, block, int(blockIdx.x));
@@ -120,8 +156,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   int const channel = first_channel + column * kVector;
   auto* const table = reinterpret_cast<Line*>(shared);
   auto* const weights = reinterpret_cast<float*>(table + p.lines[0] + p.lines[1] + p.lines[2]);
-  int const from_zero[kMaxAxes] = {0, 0, 0};
-  write_lines<true>(p, place, from_zero, table, threadIdx.x, kThreads);
+  write_lines(p, place, table);
   stage_weights<T>(p, first_channel, weights);
   __syncthreads();
 
@@ -134,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   int const group = channel / p.output_channels;
   T const* const input =
       static_cast<T const*>(p.input) + place.sample * inputs * input_pitch + group * p.channels;
-  T* const output = static_cast<T*>(p.output) +
-                    place.sample * (int64_t(depth) * height * width) * all + channel;
+  T* const output =
+      static_cast<T*>(p.output) + place.sample * (int64_t(depth) * height * width) * all + channel;
   float bias[kVector];
   groupnorm::ChannelAffine affine[kNormalizes ? kVector : 1];
 #pragma unroll

@@ -16,15 +16,14 @@ struct Team {
   Place place;
   int thread, group, first_channel;  // the latter of the group's output channels
   bool active;
-  Line* table;
   float* weights;
   float* box;
   T* staged;
 
   __device__ __forceinline__ Team(Params const& p, unsigned char* shared, int team, int team_bytes,
                                   int index)
-      : Team(p, shared + team * team_bytes, index < p.tile_count, index < p.tile_count ? index : 0) {
-  }
+      : Team(p, shared + team * team_bytes, index < p.tile_count,
+             index < p.tile_count ? index : 0) {}
 
  private:
   __device__ __forceinline__ Team(Params const& p, unsigned char* shared, bool active, int rest)
@@ -33,8 +32,7 @@ struct Team {
     p.channel_blocks(rest, block, rest);
     p.conv_groups(place.sample, group, rest);
     first_channel = block * p.block_channels;
-    table = reinterpret_cast<Line*>(shared);
-    weights = reinterpret_cast<float*>(table + p.lines[0] + p.lines[1] + p.lines[2]);
+    weights = reinterpret_cast<float*>(shared);
     box = weights + p.weight_floats;
     staged = reinterpret_cast<T*>(box + p.channels * p.box[0] * p.box[1] * p.box[2]);
   }
@@ -54,9 +52,9 @@ __device__ __forceinline__ void stage_weights(Params const& p, Team<T> const& te
     float value = 0.0f;
     if (x < p.axes[2].problem.kernel && k < p.output_channels) {
       int64_t const channel = int64_t(team.group) * p.channels + c;
-      value = device::to_float(weight[channel * p.source.stride_c + k * p.source.stride_k +
-                                      z * p.source.stride_t + y * p.source.stride_r +
-                                      x * p.source.stride_s]);
+      value = device::to_float(
+          weight[channel * p.source.stride_c + k * p.source.stride_k + z * p.source.stride_t +
+                 y * p.source.stride_r + x * p.source.stride_s]);
     }
     team.weights[i] = value;
   }
@@ -154,51 +152,56 @@ class BoxLoader {
   Quad values_[kQuads];
 };
 
-template <int kWide>
-__device__ __forceinline__ void load_floats(float* target, float const* source) {
-  if constexpr (kWide == 4) {
-    float4 const v = *reinterpret_cast<float4 const*>(source);
-    target[0] = v.x;
-    target[1] = v.y;
-    target[2] = v.z;
-    target[3] = v.w;
-  } else {
-    static_assert(kWide == 2);
-    float2 const v = *reinterpret_cast<float2 const*>(source);
-    target[0] = v.x;
-    target[1] = v.y;
+template <int kCount, int kWide>
+__device__ __forceinline__ void load_floats(float (&target)[kCount], float const* source) {
+  static_assert(kCount % kWide == 0);
+#pragma unroll
+  for (int i = 0; i < kCount; i += kWide) {
+    auto const pack = device::Pack<float, kWide>::load(source + i);
+#pragma unroll
+    for (int v = 0; v < kWide; ++v) target[i + v] = pack.values[v];
   }
 }
 
-// Adds the taps of a row of the filter to a run. row: where the run's window begins.
-template <int kTaps>
-__device__ __forceinline__ void add_row(float (&sums)[kRun], float const* row,
-                                        float const* weights) {
+// Adds the taps of a row of the filter to runs of kRows lines. row: where the first line's window
+// begins; the others lie p.row_floats further each.
+template <int kTaps, int kRun>
+__device__ __forceinline__ void add_rows(Params const& p, float (&sums)[kRows][kRun],
+                                         float const* row, float const* weights) {
   constexpr RunTaps taps = kRunTaps[kTaps];
-  constexpr int kWide = kRun / taps.stride % 4 == 0 ? 4 : 2;
-  constexpr int kWindow = (taps.window() + kWide - 1) / kWide * kWide;
-  constexpr int kWeights = (taps.kernel + 3) / 4 * 4;
-  float window[kWindow], weight[kWeights];
+  constexpr int kStep = kRun / taps.stride;
+  constexpr int kWide = kStep % 4 == 0 ? 4 : kStep;
+  constexpr int kWindow = (taps.window(kRun) + kWide - 1) / kWide * kWide;
+  constexpr int kLowest = taps.lowest(kRun);
+  float weight[(taps.kernel + 3) / 4 * 4];
+  load_floats<(taps.kernel + 3) / 4 * 4, 4>(weight, weights);
 #pragma unroll
-  for (int i = 0; i < kWeights; i += 4) load_floats<4>(weight + i, weights + i);
+  for (int i = 0; i < kRows; ++i) {
+    float window[kWindow];
+    load_floats<kWindow, kWide>(window, row + i * p.row_floats);
 #pragma unroll
-  for (int i = 0; i < kWindow; i += kWide) load_floats<kWide>(window + i, row + i);
+    for (int v = 0; v < kRun; ++v) {
 #pragma unroll
-  for (int v = 0; v < kRun; ++v) {
-#pragma unroll
-    for (int j = 0; j < taps.count(v); ++j) {
-      sums[v] = fmaf(window[taps.at(v) - j - taps.lowest()], weight[taps.first(v) + j * taps.stride],
-                     sums[v]);
+      for (int j = 0; j < taps.count(v); ++j) {
+        sums[i][v] = fmaf(window[taps.at(v) - j - kLowest], weight[taps.first(v) + j * taps.stride],
+                          sums[i][v]);
+      }
     }
   }
 }
 
-// The same for one output of any taps.
-__device__ __forceinline__ void add_row(float& sum, float const* row, float const* weights,
-                                        Line const& line, Axis const& axis) {
-  for (int j = 0; j < line.taps; ++j) {
-    sum = fmaf(row[line.at - j * axis.sub_dilation], weights[line.first_tap + j * axis.tap_step],
-               sum);
+// The same for outputs of any taps, those of the phase.
+__device__ __forceinline__ void add_rows(Params const& p, float (&sums)[kRows][1], float const* row,
+                                         float const* weights, Phase const& along) {
+  row += along.shift;
+  weights += along.first_tap;
+  for (int j = 0; j < along.taps; ++j) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sums[i][0] = fmaf(row[i * p.row_floats], *weights, sums[i][0]);
+    }
+    row -= p.axes[2].sub_dilation;
+    weights += p.axes[2].tap_step;
   }
 }
 
@@ -217,20 +220,6 @@ struct Segments {
     return (z * height + y) * width + x;
   }
 };
-
-// count: a multiple of a vector's elements.
-template <class T>
-__device__ __forceinline__ void store_run(T* target, float const (&values)[kRun], int count) {
-  constexpr int kVector = Segments<T>::kVector;
-#pragma unroll
-  for (int first = 0; first < kRun; first += kVector) {
-    if (first >= count) break;
-    device::Pack<T, kVector> pack;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[first + v]);
-    pack.store(target + first);
-  }
-}
 
 template <class T, int kValues>
 __device__ __forceinline__ void stage_run(Params const& p, Team<T> const& team,
@@ -303,30 +292,35 @@ __device__ __forceinline__ device::Moments merge_team(Params const& p, device::M
 
 // kTaps: index into kRunTaps, or kGeneral.
 template <class T, int kTaps>
-__global__ void __launch_bounds__(kThreads, 3) 
+__global__ void __launch_bounds__(kThreads, 3)
     convolve_planes(__grid_constant__ Params const p, int team_bytes) {
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr bool kGeneralTaps = kTaps == kGeneral;
-  constexpr int kValues = kGeneralTaps ? 1 : kRun;
+  constexpr int kRun = kGeneralTaps ? 1 : run_of(int(sizeof(T)));
   constexpr int kStride = kRunTaps[kGeneralTaps ? 0 : kTaps].stride;
   int const number = int(threadIdx.x) / p.team_threads;
   Team<T> const team(p, shared, number, team_bytes,
                      int(blockIdx.x) * (kThreads / p.team_threads) + number);
   Place const& place = team.place;
+  AxisProblem const& height = p.axes[1].problem;
   AxisProblem const& width = p.axes[2].problem;
+  int const first_x = kGeneralTaps ? place.origin[2] / width.stride : place.origin[2] / kStride;
   int const origin[kMaxAxes] = {place.origin[0] + p.before[0], place.origin[1] + p.before[1],
-                                place.origin[2] / width.stride + p.before[2]};
+                                first_x + p.before[2]};
   if (team.active) {
     BoxLoader<T> loader(p, team, origin);
-    write_lines<false>(p, place, origin, team.table, team.thread, p.team_threads);
     stage_weights(p, team);
     loader.finish(p, team, origin);
   }
   __syncthreads();
 
-  Segments<T> to{nullptr, p.axes[0].problem.output, p.axes[1].problem.output, width.output};
-  int const pixels = to.depth * to.height * to.width;
-  int const units = team.active ? p.lines[0] * p.lines[1] * p.run_count : 0;
+  Segments<T> to{nullptr, p.axes[0].problem.output, height.output, width.output};
+  int64_t const pixels = int64_t(to.depth) * to.height * to.width;
+  int const units = team.active ? p.run_count * p.row_groups.divisor * p.phases_h.divisor *
+                                      p.tile[0] * p.axes[0].phases
+                                : 0;
+  int const end_y = min((place.origin[1] + p.tile[1]) * height.stride, height.output);
+  int const end_x = min(place.origin[2] + p.tile[2], width.output);
   int const row_step = p.axes[1].sub_dilation * p.box[2];
   int const weight_step = p.axes[1].tap_step * p.kernel_w.divisor;
   int const box_channel = p.box[0] * p.box[1] * p.box[2];
@@ -345,71 +339,96 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     device::ShiftedMoments moments;
     int total = 0;
-    for (int unit = team.thread; present && unit < units; unit += p.team_threads) {
-      int rest, run, h;
-      p.runs(rest, run, unit);
-      p.lines_h(rest, h, rest);
-      Line const z = team.table[rest], y = team.table[p.lines[0] + h];
-      int const x = place.origin[2] + run * kValues;
-      int const count = min(kValues, width.output - x);
-      if (z.taps < 0 || y.taps < 0 || count <= 0) continue;
-      float values[kValues];
-#pragma unroll
-      for (float& value : values) value = bias;
-      Line along{};
-      if constexpr (kGeneralTaps) along = team.table[p.lines[0] + p.lines[1] + run];
 #pragma unroll 1
-      for (int j = 0; j < z.taps; ++j) {
-        float const* plane =
-            team.box + ((z.at - j * p.axes[0].sub_dilation) * p.box[1] + y.at) * p.box[2];
-        if constexpr (!kGeneralTaps) plane += run * (kRun / kStride);
-        float const* plane_weights =
-            team.weights + k * p.channels * weight_channel +
-            ((z.first_tap + j * p.axes[0].tap_step) * p.kernel_h.divisor + y.first_tap) *
-                p.kernel_w.divisor;
+    for (int unit = team.thread; present && unit < units; unit += p.team_threads) {
+      // Units of a phase are neighbours: they have as many taps.
+      int rest, run, group, depth, residue_h, residue_d;
+      p.runs(rest, run, unit);
+      p.row_groups(rest, group, rest);
+      p.tile_d(rest, depth, rest);
+      p.phases_h(residue_d, residue_h, rest);
+      int const z = (place.origin[0] + depth) * p.axes[0].problem.stride + residue_d;
+      int const line = place.origin[1] + group * p.group_lines;
+      int const first_y = line * height.stride + residue_h;
+      int const x = place.origin[2] + run * kRun;
+      if (z >= to.depth || first_y >= to.height || x >= end_x) continue;
+      Phase const deep = phase_of(p, 0, residue_d), high = phase_of(p, 1, residue_h);
+      Phase along{};
+      int column = run * (kRun / kStride);
+      if constexpr (kGeneralTaps) {
+        int residue_w;
+        p.stride_w(column, residue_w, x);
+        column -= origin[2];
+        along = phase_of(p, 2, residue_w);
+      }
+      float values[kRows][kRun];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int v = 0; v < kRun; ++v) values[i][v] = bias;
+      }
+      float const* const corner = team.box + (line + high.shift - origin[1]) * p.box[2] + column;
+      float const* const corner_weights =
+          team.weights + k * p.channels * weight_channel + high.first_tap * p.kernel_w.divisor;
+#pragma unroll 1
+      for (int j = 0; j < deep.taps; ++j) {
+        int const at =
+            place.origin[0] + depth + deep.shift - origin[0] - j * p.axes[0].sub_dilation;
+        int const tap = deep.first_tap + j * p.axes[0].tap_step;
+        float const* plane = corner + at * p.box[1] * p.box[2];
+        float const* plane_weights = corner_weights + tap * p.kernel_h.divisor * p.kernel_w.divisor;
 #pragma unroll 1
         for (int c = 0; c < p.channels; ++c) {
-          float const* row = plane + c * box_channel;
-          float const* weights = plane_weights + c * weight_channel;
+          float const* row = plane;
+          float const* weights = plane_weights;
 #pragma unroll 1
-          for (int i = 0; i < y.taps; ++i) {
+          for (int i = 0; i < high.taps; ++i) {
             if constexpr (kGeneralTaps) {
-              add_row(values[0], row, weights, along, p.axes[2]);
+              add_rows(p, values, row, weights, along);
             } else {
-              add_row<kTaps>(values, row, weights);
+              add_rows<kTaps, kRun>(p, values, row, weights);
             }
             row -= row_step;
             weights += weight_step;
           }
+          plane += box_channel;
+          plane_weights += weight_channel;
         }
       }
-      if (p.activates_output) activate<T>(p.activation, values);
-      if (p.partials != nullptr) {
-        if (p.activates_output) {
-          add(moments, total, values, count);
-        } else {
-          float activated[kValues];
 #pragma unroll
-          for (int v = 0; v < kValues; ++v) activated[v] = values[v];
-          activate<T>(p.activation, activated);
+      for (int i = 0; i < kRows; ++i) {
+        int const y = first_y + i * p.row_height, at_x = x + i * p.row_width;
+        if (y >= end_y || at_x >= end_x) break;
+        int const count = min(kRun, end_x - at_x);
+        if (p.activates_output) activate<T>(p.activation, values[i]);
+        if (p.partials != nullptr) {
+          float activated[kRun];
+#pragma unroll
+          for (int v = 0; v < kRun; ++v) activated[v] = values[i][v];
+          if (!p.activates_output) activate<T>(p.activation, activated);
           add(moments, total, activated, count);
         }
-      }
-      if (p.output == nullptr) continue;
-      if (p.affine.statistics != nullptr) {
+        if (p.output == nullptr) continue;
+        if (p.affine.statistics != nullptr) {
 #pragma unroll
-        for (float& value : values) value = fmaf(value - affine.mean, affine.scale, affine.shift);
-        activate<T>(p.affine.activation_after, values);
-      }
-      if constexpr (!kGeneralTaps) {
-        if (p.direct_stores) {
-          store_run(to.plane + to.pixel(z.output, y.output, x), values, count);
-          continue;
+          for (float& value : values[i]) {
+            value = fmaf(value - affine.mean, affine.scale, affine.shift);
+          }
+          activate<T>(p.affine.activation_after, values[i]);
         }
+        if constexpr (!kGeneralTaps) {
+          if (p.stores_runs) {
+            device::Pack<T, kRun> pack;
+#pragma unroll
+            for (int v = 0; v < kRun; ++v) pack.values[v] = device::from_float<T>(values[i][v]);
+            pack.store(to.plane + to.pixel(z, y, at_x));
+            continue;
+          }
+        }
+        stage_run(p, team, to, z, y, at_x, values[i], count);
       }
-      stage_run(p, team, to, z.output, y.output, x, values, count);
     }
-    if (p.output != nullptr && !p.direct_stores) {
+    if (p.output != nullptr && !p.stores_runs) {
       __syncthreads();
       if (present) store_segments(p, team, to);
       __syncthreads();

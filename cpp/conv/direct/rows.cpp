@@ -59,8 +59,8 @@ unsigned checked_blocks(Arguments const& a) {
   int64_t tiles = a.batch * s.sample_tiles() * s.channel_blocks;
   if (a.config.problem.layout == Layout::kChannelsFirst) tiles *= a.config.problem.groups;
   constexpr int64_t kMost = 0x7fffffff - kThreads;
-  FUSEDCONV_CHECK(tiles <= kMost, a.config.row->name, ": tiles: got ", tiles,
-                  ", expected at most ", kMost);
+  FUSEDCONV_CHECK(tiles <= kMost, a.config.row->name, ": tiles: got ", tiles, ", expected at most ",
+                  kMost);
   return unsigned(ceil_div(tiles, s.teams));
 }
 

@@ -16,9 +16,9 @@ struct PartialOf<direct::Config> {
 
 namespace direct {
 
-// Convolution, bias, activation, a normalisation by statistics that are known, activation: where the
-// convolution costs less than writing its output and reading it again, it is computed once for the
-// moments, which writes nothing, and once more here. problem: from the activated values on.
+// Convolution, bias, activation, a normalisation by statistics that are known, activation: where
+// the convolution costs less than writing its output and reading it again, it is computed once for
+// the moments, which writes nothing, and once more here. problem: from the activated values on.
 class ConvolveNormalize final : public Step {
  public:
   ConvolveNormalize(Config const& config, Activation activation, GroupNormProblem const& problem,
@@ -40,10 +40,9 @@ class ConvolveNormalize final : public Step {
 
   std::string describe() const override {
     return groupnorm::join_parts(
-        " + ",
-        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
-         groupnorm::step_name(activation_), "normalize",
-         groupnorm::step_name(problem_.activation_after)});
+        " + ", {detail::join(config_.row->name, " (", config_.reads(), ")"),
+                bias_.present() ? "bias" : "", groupnorm::step_name(activation_), "normalize",
+                groupnorm::step_name(problem_.activation_after)});
   }
   std::vector<Operand> operands() const override {
     return {input_, filter_, bias_, statistics_, weight_, norm_bias_, output_};

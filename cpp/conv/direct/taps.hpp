@@ -6,7 +6,8 @@
 
 namespace fusedconv::conv::direct {
 
-inline constexpr int kRun = 8;  // neighbouring outputs of a thread, the first a multiple of kRun
+// Neighbouring outputs of a thread, the first a multiple of so many: 16 bytes.
+constexpr int run_of(int element_bytes) { return 16 / element_bytes; }
 
 // Output v of a run that begins at quotient q of the stride reads, with a = padding / stride, input
 // q + a + at(v) - j for its tap first(v) + j stride. residue: of the padding modulo the stride.
@@ -20,19 +21,19 @@ struct RunTaps {
   constexpr int at(int v) const { return v / stride + (v % stride + residue) / stride; }
 
   // The inputs of a run, counted from q + a.
-  constexpr int lowest() const {
-    int result = kRun;
-    for (int v = 0; v < kRun; ++v) {
+  constexpr int lowest(int run) const {
+    int result = run;
+    for (int v = 0; v < run; ++v) {
       if (count(v) > 0) result = std::min(result, at(v) - (count(v) - 1));
     }
     return result;
   }
-  constexpr int window() const {
+  constexpr int window(int run) const {
     int highest = 0;
-    for (int v = 0; v < kRun; ++v) {
+    for (int v = 0; v < run; ++v) {
       if (count(v) > 0) highest = std::max(highest, at(v));
     }
-    return highest + 1 - lowest();
+    return highest + 1 - lowest(run);
   }
 };
 

@@ -46,14 +46,6 @@ void bind_direct(py::module_& m) {
       .def_property_readonly("partial_slots", &Config::partial_slots)
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_convolve_steps<Config>(room);
-  py::class_<ConvolveNormalize, Step, std::shared_ptr<ConvolveNormalize>>(
-      room, "ConvolveNormalize",
-      "Convolution, bias, activation, normalisation by known statistics, activation.")
-      .def(py::init<Config const&, Activation, GroupNormProblem const&, Operand, Operand, Operand,
-                    Operand, Operand, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("problem"),
-           py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("statistics"),
-           py::arg("weight"), py::arg("norm_bias"), py::arg("output"));
 }
 
 }  // namespace fusedconv::binding

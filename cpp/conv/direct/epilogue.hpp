@@ -1,23 +1,25 @@
-// What becomes of outputs in registers: activation, moments, normalisation.
+// What becomes of outputs in registers: activation and moments.
 #pragma once
 
 #include "conv/direct/params.hpp"
 #include "cuda/math.hpp"
 #include "fusedconv/activation.hpp"
-#include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::direct {
 
 // Quick forms where the result is rounded to 16 bits.
-template <class T, int kCount>
-__device__ __forceinline__ void activate(Activation activation, float (&values)[kCount]) {
+template <class T, int kRows, int kCount>
+__device__ __forceinline__ void activate(Activation activation, float (&values)[kRows][kCount]) {
   if (activation == Activation::kIdentity) return;
   dispatch_activation(activation, [&](auto a) {
     using A = decltype(a);
 #pragma unroll
-    for (float& value : values) {
-      value = sizeof(T) == 2 ? device::quick_value<A>(value) : A::value(value);
+    for (auto& row : values) {
+#pragma unroll
+      for (float& value : row) {
+        value = sizeof(T) == 2 ? device::quick_value<A>(value) : A::value(value);
+      }
     }
   });
 }

@@ -29,9 +29,9 @@ void launch_planes(Arguments const& a, cudaStream_t stream) {
   check_launch(a, "launch", cudaGetLastError());
 }
 
-template <class T, int kVector, bool kNormalizes>
+template <class T, int kVector>
 void launch_pixels(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &convolve_pixels<T, kVector, kNormalizes>;
+  constexpr auto kernel = &convolve_pixels<T, kVector>;
   int const bytes = a.config.schedule.shared_bytes;
   check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(bytes));
   kernel<<<checked_blocks(a), kThreads, bytes, stream>>>(Params::of(a));
@@ -43,13 +43,7 @@ void launch(Arguments const& a, cudaStream_t stream) {
   Schedule const& s = a.config.schedule;
   if (a.config.problem.layout == Layout::kChannelsLast) {
     constexpr int kWidest = 16 / int(sizeof(T));
-    bool const normalizes = a.statistics != nullptr;
-    if (s.vector == 1) {
-      return normalizes ? launch_pixels<T, 1, true>(a, stream)
-                        : launch_pixels<T, 1, false>(a, stream);
-    }
-    return normalizes ? launch_pixels<T, kWidest, true>(a, stream)
-                      : launch_pixels<T, kWidest, false>(a, stream);
+    return s.vector == 1 ? launch_pixels<T, 1>(a, stream) : launch_pixels<T, kWidest>(a, stream);
   }
   if (s.run_taps == kGeneral) return launch_planes<T, kGeneral>(a, stream);
   [&]<int... kTaps>(std::integer_sequence<int, kTaps...>) {

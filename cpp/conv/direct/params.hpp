@@ -6,7 +6,6 @@
 #include "conv/direct/rows.hpp"
 #include "cuda/tile.hpp"
 #include "cutlass/fast_math.h"
-#include "groupnorm/affine.hpp"
 
 namespace fusedconv::conv::direct {
 
@@ -19,7 +18,6 @@ struct Params {
   void const* bias;
   void* output;
   CountedPartial* partials;
-  groupnorm::Affine affine;
   FilterSource source;
   Axis axes[kMaxAxes];
   Phase first_phases[kMaxAxes][kFirstPhases];
@@ -79,9 +77,6 @@ inline Params Params::of(Arguments const& a) {
   p.bias = a.bias;
   p.output = a.output;
   p.partials = a.partials;
-  if (a.norm != nullptr) {
-    p.affine = groupnorm::affine_of(*a.norm, a.norm_weight, a.norm_bias, a.statistics);
-  }
   p.source = config.source;
   for (int i = 0; i < kMaxAxes; ++i) {
     p.axes[i] = s.axes[i];

@@ -143,7 +143,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
 }
 
 // kVector: channels of a thread, more than one where each group has one input and output channel.
-template <class T, int kVector, bool kNormalizes>
+template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__ Params const p) {
   extern __shared__ __align__(16) unsigned char shared[];
   int rest, block, lane, column;
@@ -172,15 +172,11 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
   T* const output =
       static_cast<T*>(p.output) + place.sample * (int64_t(depth) * height * width) * all + channel;
   float bias[kVector];
-  groupnorm::ChannelAffine affine[kNormalizes ? kVector : 1];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
     bias[v] = active && p.bias != nullptr
                   ? device::to_float(static_cast<T const*>(p.bias)[channel + v])
                   : 0.0f;
-    if constexpr (kNormalizes) {
-      affine[v] = groupnorm::ChannelAffine::of(p.affine, place.sample, channel + v);
-    }
   }
   device::ShiftedMoments moments[kVector];
   int total = 0;
@@ -198,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
     first *= kPixels;
     x.at += first;
     x.output += first * p.axes[2].problem.stride;
-    if (z.taps < 0 || y.taps < 0) continue;
+    if (z.taps < 0 || y.taps < 0 || x.output >= width) continue;
     float values[kPixels][kVector];
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
@@ -209,37 +205,34 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
       add_pixels<T, kVector>(p, values, input + c, input_pitch,
                              weights + c * weight_channel + column * kVector, z, y, x);
     }
+    int const count = min(min(kPixels, end - place.origin[2] - first),
+                          (width - x.output - 1) / p.stride_w.divisor + 1);
+    T* const target = output + int64_t((z.output * height + y.output) * width + x.output) * all;
+    auto const store = [&] {
 #pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      if (place.origin[2] + first + i >= end || x.output >= width) break;
-      if (p.activates_output) activate<T>(p.activation, values[i]);
-      if (p.partials != nullptr) {
-        float activated[kVector];
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) activated[v] = values[i][v];
-        if (!p.activates_output) activate<T>(p.activation, activated);
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          if (total == 0) moments[v].shift = activated[v];
-          moments[v].add(activated[v]);
-        }
-        ++total;
-      }
-      if (p.output != nullptr) {
-        if constexpr (kNormalizes) {
-#pragma unroll
-          for (int v = 0; v < kVector; ++v) {
-            values[i][v] = fmaf(values[i][v] - affine[v].mean, affine[v].scale, affine[v].shift);
-          }
-          activate<T>(p.affine.activation_after, values[i]);
-        }
+      for (int i = 0; i < kPixels; ++i) {
+        if (i >= count) break;
         device::Pack<T, kVector> pack;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) pack.values[v] = device::from_float<T>(values[i][v]);
-        pack.store(output + int64_t((z.output * height + y.output) * width + x.output) * all);
+        pack.store(target + int64_t(i) * p.stride_w.divisor * all);
       }
-      x.output += p.axes[2].problem.stride;
+    };
+    if (!p.activates_output) store();
+    if (p.activates_output || p.partials != nullptr) activate<T>(p.activation, values);
+    if (p.partials != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        if (i >= count) break;
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          if (total == 0) moments[v].shift = values[i][v];
+          moments[v].add(values[i][v]);
+        }
+        ++total;
+      }
     }
+    if (p.activates_output) store();
   }
   if (p.partials != nullptr) {
     __syncthreads();

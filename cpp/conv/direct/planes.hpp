@@ -331,12 +331,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     float const bias = present && p.bias != nullptr
                            ? device::to_float(static_cast<T const*>(p.bias)[channel])
                            : 0.0f;
-    groupnorm::ChannelAffine affine;
-    if (present) affine = groupnorm::ChannelAffine::of(p.affine, place.sample, channel);
-    to.plane = static_cast<T*>(p.output);
-    if (p.output != nullptr) {
-      to.plane += (int64_t(place.sample) * p.groups * p.output_channels + channel) * pixels;
-    }
+    to.plane = static_cast<T*>(p.output) +
+               (int64_t(place.sample) * p.groups * p.output_channels + channel) * pixels;
     device::ShiftedMoments moments;
     int total = 0;
 #pragma unroll 1
@@ -395,40 +391,34 @@ __global__ void __launch_bounds__(kThreads, 3)
           plane_weights += weight_channel;
         }
       }
+      // Calls body(row, y, x, how many values) for rows of outputs.
+      auto const for_rows = [&](auto const& body) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        int const y = first_y + i * p.row_height, at_x = x + i * p.row_width;
-        if (y >= end_y || at_x >= end_x) break;
-        int const count = min(kRun, end_x - at_x);
-        if (p.activates_output) activate<T>(p.activation, values[i]);
-        if (p.partials != nullptr) {
-          float activated[kRun];
-#pragma unroll
-          for (int v = 0; v < kRun; ++v) activated[v] = values[i][v];
-          if (!p.activates_output) activate<T>(p.activation, activated);
-          add(moments, total, activated, count);
+        for (int i = 0; i < kRows; ++i) {
+          int const y = first_y + i * p.row_height, at_x = x + i * p.row_width;
+          if (y < end_y && at_x < end_x) body(values[i], y, at_x, min(kRun, end_x - at_x));
         }
-        if (p.output == nullptr) continue;
-        if (p.affine.statistics != nullptr) {
-#pragma unroll
-          for (float& value : values[i]) {
-            value = fmaf(value - affine.mean, affine.scale, affine.shift);
-          }
-          activate<T>(p.affine.activation_after, values[i]);
-        }
+      };
+      auto const store = [&](float (&row)[kRun], int y, int at_x, int count) {
         if constexpr (!kGeneralTaps) {
           if (p.stores_runs) {
             device::Pack<T, kRun> pack;
 #pragma unroll
-            for (int v = 0; v < kRun; ++v) pack.values[v] = device::from_float<T>(values[i][v]);
+            for (int v = 0; v < kRun; ++v) pack.values[v] = device::from_float<T>(row[v]);
             pack.store(to.plane + to.pixel(z, y, at_x));
-            continue;
+            return;
           }
         }
-        stage_run(p, team, to, z, y, at_x, values[i], count);
+        stage_run(p, team, to, z, y, at_x, row, count);
+      };
+      if (!p.activates_output) for_rows(store);
+      if (p.activates_output || p.partials != nullptr) activate<T>(p.activation, values);
+      if (p.partials != nullptr) {
+        for_rows([&](float (&row)[kRun], int, int, int count) { add(moments, total, row, count); });
       }
+      if (p.activates_output) for_rows(store);
     }
-    if (p.output != nullptr && !p.stores_runs) {
+    if (!p.stores_runs) {
       __syncthreads();
       if (present) store_segments(p, team, to);
       __syncthreads();

@@ -28,13 +28,8 @@ struct Arguments {
   void const* input = nullptr;
   void const* filter = nullptr;        // the weight as it lies
   void const* bias = nullptr;          // [K] of the tensors' type, or null
-  void* output = nullptr;              // in the input's layout; null: only moments
+  void* output = nullptr;              // in the input's layout
   CountedPartial* partials = nullptr;  // [N, slots, K]; or null
-  // A normalisation of activated values by statistics that are known.
-  GroupNormProblem const* norm = nullptr;
-  groupnorm::Statistics const* statistics = nullptr;
-  void const* norm_weight = nullptr;
-  void const* norm_bias = nullptr;
 };
 
 struct Row {

@@ -25,6 +25,7 @@ struct Params {
   int channels, output_channels, groups;  // channels of a group
   int block_channels, weight_floats, team_threads, segment, tile_count, run_count;
   // From a thread's row to its next: outputs along height and width, in the box.
+  int team_lines;  // that are staged at once
   int group_lines, row_height, row_width, row_floats;
   bool activates_output, joined, stores_runs, vector_loads;
   Activation activation;
@@ -32,8 +33,8 @@ struct Params {
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, channel_blocks, conv_groups;
   cutlass::FastDivmod tile_d, tile_h, stride_w, phases_h, phases_w, row_groups;
   cutlass::FastDivmod lines_h, runs, kernel_d, kernel_h, kernel_w, taps_channels;
-  cutlass::FastDivmod box_d, box_h, box_quads, segment_vectors, extent_h, columns, weight_columns,
-      group_channels;
+  cutlass::FastDivmod box_d, box_h, team_quads, quad_passes, segment_vectors, extent_h, columns,
+      weight_columns, group_channels;
 
   static Params of(Arguments const& arguments);
 };
@@ -134,7 +135,10 @@ inline Params Params::of(Arguments const& a) {
   p.box_h = divisor(s.box[1]);
   bool const whole = s.before[2] % 4 == 0 && s.tiles[2] == 1;
   // Quads of the input's lines begin up to three columns before the box.
-  p.box_quads = divisor(s.box[2] / 4 + (p.vector_loads && !whole ? 1 : 0));
+  int const quads = s.box[2] / 4 + (p.vector_loads && !whole ? 1 : 0);
+  p.team_quads = divisor(std::min(quads, p.team_threads));
+  p.quad_passes = divisor(int(ceil_div(quads, p.team_quads.divisor)));
+  p.team_lines = std::max(1, p.team_threads / p.team_quads.divisor);
   p.segment_vectors = divisor(s.segment / vector);
   p.extent_h = divisor(s.extent[1]);
   p.columns = divisor(s.block_channels / s.vector);

@@ -153,7 +153,7 @@ def test_tiles_cover_every_output_and_boxes_what_it_reads(kernel, layout):
         compiled += config.compiled_taps
         vectors += config.vector > 1
     assert several > 10
-    assert (compiled if layout == "nchw" else vectors) > 5
+    assert (compiled if layout == "nchw" else vectors) >= 3
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)

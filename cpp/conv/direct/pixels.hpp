@@ -89,6 +89,15 @@ __device__ __forceinline__ void add_pixels(Params const& p, float (&sums)[kPixel
       int at_x = x.at;
       T const* source = input + int64_t((at_z * h + at_y) * w + at_x) * pitch;
       float const* weight = weights + kernel * p.block_channels;
+      float of_row[kPixels][kVector];
+      if constexpr (kSumsRows<T>) clear(of_row);
+      auto& into = [&]() -> auto& {
+        if constexpr (kSumsRows<T>) {
+          return of_row;
+        } else {
+          return sums;
+        }
+      }();
 #pragma unroll 1
       for (int c = 0; c < x.taps; ++c) {
         device::Pack<T, kVector> loaded[kPixels];
@@ -103,13 +112,14 @@ __device__ __forceinline__ void add_pixels(Params const& p, float (&sums)[kPixel
         for (int i = 0; i < kPixels; ++i) {
 #pragma unroll
           for (int v = 0; v < kVector; ++v) {
-            sums[i][v] = fmaf(device::to_float(loaded[i].values[v]), own.values[v], sums[i][v]);
+            into[i][v] = fmaf(device::to_float(loaded[i].values[v]), own.values[v], into[i][v]);
           }
         }
         at_x -= p.axes[2].sub_dilation;
         source -= p.axes[2].sub_dilation * pitch;
         weight += p.axes[2].tap_step * p.block_channels;
       }
+      if constexpr (kSumsRows<T>) add(sums, of_row);
     }
   }
 }
@@ -196,14 +206,15 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
     x.output += first * p.axes[2].problem.stride;
     if (z.taps < 0 || y.taps < 0 || x.output >= width) continue;
     float values[kPixels][kVector];
-#pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) values[i][v] = bias[v];
-    }
+    clear(values);
     for (int c = 0; c < p.channels; ++c) {
       add_pixels<T, kVector>(p, values, input + c, input_pitch,
                              weights + c * weight_channel + column * kVector, z, y, x);
+    }
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) values[i][v] += bias[v];
     }
     int const count = min(min(kPixels, end - place.origin[2] - first),
                           (width - x.output - 1) / p.stride_w.divisor + 1);

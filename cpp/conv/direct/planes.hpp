@@ -361,11 +361,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         along = phase_of(p, 2, residue_w);
       }
       float values[kRows][kRun];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int v = 0; v < kRun; ++v) values[i][v] = bias;
-      }
+      clear(values);
       float const* const corner = team.box + (line + high.shift - origin[1]) * p.box[2] + column;
       float const* const corner_weights =
           team.weights + k * p.channels * weight_channel + high.first_tap * p.kernel_w.divisor;
@@ -382,10 +378,20 @@ __global__ void __launch_bounds__(kThreads, 3)
           float const* weights = plane_weights;
 #pragma unroll 1
           for (int i = 0; i < high.taps; ++i) {
-            if constexpr (kGeneralTaps) {
-              add_rows(p, values, row, weights, along);
+            auto const add_to = [&](float (&sums)[kRows][kRun]) {
+              if constexpr (kGeneralTaps) {
+                add_rows(p, sums, row, weights, along);
+              } else {
+                add_rows<kTaps, kRun>(p, sums, row, weights);
+              }
+            };
+            if constexpr (kSumsRows<T>) {
+              float sums[kRows][kRun];
+              clear(sums);
+              add_to(sums);
+              add(values, sums);
             } else {
-              add_rows<kTaps, kRun>(p, values, row, weights);
+              add_to(values);
             }
             row -= row_step;
             weights += weight_step;
@@ -393,6 +399,11 @@ __global__ void __launch_bounds__(kThreads, 3)
           plane += box_channel;
           plane_weights += weight_channel;
         }
+      }
+#pragma unroll
+      for (auto& row : values) {
+#pragma unroll
+        for (float& value : row) value += bias;
       }
       // Calls body(row, y, x, how many values) for rows of outputs.
       auto const for_rows = [&](auto const& body) {

@@ -16,7 +16,7 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
+from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -36,18 +36,29 @@ MOST_TILES = (1 << 31) - (1 << 10)
 class CostConstants:
     """What ``Direct.estimate`` multiplies, in cycles of a multiprocessor for 128 threads' work."""
 
-    #: A product where taps are known to the compiler, and where not or channel by channel.
-    product: float
+    #: A product: of runs whose taps the compiler knows, of vectors of channels, one by one.
+    run_product: float
+    vector_product: float
     general_product: float
-    #: An output beside its products, and a staged input.
+    #: An output beside its products, and an input that is staged.
     output: float
     staged: float
+    #: A launch from its first block to its last, however small.
+    shortest: float
     #: The share of memory's copy rate that is reached.
     copy_share: float
 
 
-#: Estimated from the times of nine problems on an H200.
-COSTS = CostConstants(product=2.0, general_product=6.0, output=10.0, staged=10.0, copy_share=0.7)
+#: From the times of thirteen layers in either layout on an H200.
+COSTS = CostConstants(
+    run_product=1.25,
+    vector_product=9.5,
+    general_product=30.0,
+    output=32.0,
+    staged=30.0,
+    shortest=9000.0,
+    copy_share=0.7,
+)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,8 +127,9 @@ class Direct(InPlaceRow):
             (self.precision, "tf32") if self.is_fp32 else (self.precision,)
         ):
             return Support.no(f"computes in {self.precision}, {problem.precision} is asked for")
-        if max(by_axis(conv.padding, 0)) >= 1 << 24:
-            return Support.no(f"padding is {conv.padding}")
+        extents = supports_extents(conv, problem.spatial)
+        if not extents:
+            return extents
         config = self.config(problem, device)
         support = Support.of(config.support)
         if not support:
@@ -151,12 +163,15 @@ class Direct(InPlaceRow):
         conv = problem.conv
         assert conv is not None
         config = self.config(problem, device)
-        quick = config.vector > 1 if problem.output_layout == "nhwc" else config.compiled_taps
-        products = problem.conv_flops / 2 * (costs.product if quick else costs.general_product)
-        work = products + problem.output_elements * costs.output
+        if problem.output_layout == "nhwc":
+            product = costs.vector_product if config.vector > 1 else costs.general_product
+        else:
+            product = costs.run_product if config.compiled_taps else costs.general_product
+        work = problem.conv_flops / 2 * product + problem.output_elements * costs.output
         staged = math.prod(config.box) * math.prod(config.tiles) * problem.batch * problem.channels
         work += staged * costs.staged
-        computed = work / 128 / max(1, device.multiprocessors) / device.clock_hertz * 1e3
+        cycles = max(costs.shortest, work / 128 / max(1, device.multiprocessors))
+        computed = cycles / device.clock_hertz * 1e3
         size = problem.dtype.itemsize
         read = device.copy_milliseconds(problem.input_elements * size) / costs.copy_share
         written = device.copy_milliseconds(problem.output_elements * size) / costs.copy_share

@@ -26,6 +26,9 @@ KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, Direc
 names = {"ids": lambda kernel: kernel.name}
 #: Of each row.
 RANDOM_PROBLEMS = 60
+#: With few products eager's error in float32 is a rounding or two, and what a group's statistics
+#: are off by is in all of its values.
+ONE_ROUNDING = 2.0**-24
 
 
 @pytest.fixture
@@ -37,6 +40,11 @@ def only(force, monkeypatch) -> Callable[[Direct], None]:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
     return use
+
+
+def served(case: dict[str, Any], kernel: Direct) -> bool:
+    floor = ONE_ROUNDING if kernel.precision == "fp32" else 0.0
+    return fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision, floor=floor)
 
 
 def thin(case: dict[str, Any], generator: random.Random) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def test_random_problems(kernel, only):
     for number in range(RANDOM_PROBLEMS):
         case = thin(random_problem(kernel.precision, generator), generator)
         torch.manual_seed(number)
-        assert fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
+        assert served(case, kernel)
 
 
 COMMON = {
@@ -103,7 +111,7 @@ COMMON = {
 def test_common_filters(kernel, case, layout, only):
     only(kernel)
     sizes = {**COMMON[case], "layout": layout, "groups": 4}
-    assert fused_against_fp64(sizes, DTYPES[kernel.precision], kernel.precision)
+    assert served(sizes, kernel)
 
 
 THIN = ("depthwise", "channel multiplier", "few channels")
@@ -116,7 +124,7 @@ THIN = ("depthwise", "channel multiplier", "few channels")
 def test_cases(kernel, case, layout, saves, only):
     only(kernel)
     sizes = {**CASES[case], "layout": layout, "saves": saves}
-    assert fused_against_fp64(sizes, DTYPES[kernel.precision], kernel.precision)
+    assert served(sizes, kernel)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -125,7 +133,7 @@ def test_a_large_mean_costs_no_precision(layout, only):
     only(kernel)
     sizes = of(channels=32, out=32, conv_groups=32, kernel=[4, 4], padding=[1, 1], offset=1000.0)
     changes = dict(layout=layout, groups=32, activation=None, order="norm_act")
-    assert fused_against_fp64({**sizes, **changes}, torch.float32, "fp32")
+    assert served({**sizes, **changes}, kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)

@@ -14,7 +14,7 @@ enum class Math : int {
   kTf32x3,       // strict fp32: big*big + big*small + small*big
   kF16,
   kBF16,
-  kF32,          // fused multiply-adds in float32
+  kF32,  // fused multiply-adds in float32
 };
 
 struct MathTraits {

@@ -67,6 +67,7 @@ USE_COMPILED = {
     "kernels.cpu.group_norm",
     "selection",
     "kernels.cuda.convolution",
+    "kernels.cuda.direct",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
     "kernels.cuda.program",

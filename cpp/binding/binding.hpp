@@ -25,6 +25,7 @@ void bind_sm90(py::module_& m);
 void bind_sm90_runs(py::module_& room);
 void bind_sm90_taps(py::module_& room);
 void bind_taps(py::module_& m);
+void bind_direct(py::module_& m);
 void bind_group_norm(py::module_& m);
 #endif
 

@@ -9,15 +9,9 @@
 namespace fusedconv::binding {
 
 template <class Config>
-void bind_shared_steps(py::module_& m) {
-  using Pack = conv::PackFilter<Config>;
+void bind_convolve_steps(py::module_& m) {
   using Convolve = conv::Convolve<Config>;
   using Merge = conv::MergeMoments<Config>;
-  py::class_<Pack, Step, std::shared_ptr<Pack>>(
-      m, "PackFilter", "A weight to the order in which the convolution consumes it.")
-      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
-           py::arg("filter"));
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
       .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
@@ -29,6 +23,18 @@ void bind_shared_steps(py::module_& m) {
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("partials"),
            py::arg("statistics"), py::arg("mean"), py::arg("rstd"));
+}
+
+// Of those that read a packed filter.
+template <class Config>
+void bind_shared_steps(py::module_& m) {
+  using Pack = conv::PackFilter<Config>;
+  py::class_<Pack, Step, std::shared_ptr<Pack>>(
+      m, "PackFilter", "A weight to the order in which the convolution consumes it.")
+      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
+           py::arg("filter"));
+  bind_convolve_steps<Config>(m);
 }
 
 }  // namespace fusedconv::binding

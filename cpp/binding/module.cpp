@@ -85,6 +85,9 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FUSEDCONV_WITH_TAPS
   bind_taps(m);
 #endif
+#ifdef FUSEDCONV_WITH_DIRECT
+  bind_direct(m);
+#endif
 #ifdef FUSEDCONV_WITH_SM90
   bind_sm90(m);
 #endif

@@ -1,7 +1,6 @@
 // The convolutions of any stride, filter and layout.
 #include <pybind11/stl.h>
 
-#include <array>
 #include <memory>
 
 #include "binding/binding.hpp"
@@ -18,34 +17,7 @@ void bind_taps(py::module_& m) {
       .def_readonly("math", &Row::math)
       .def_readonly("groups", &Row::groups, "Row groups of a block.");
   room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  using Extents = std::array<int, kMaxAxes>;
-  py::class_<Problem>(
-      room, "Problem",
-      "A transposed convolution; channels are those of one group, extents by depth, "
-      "height, width.")
-      .def(py::init([](int channels, int output_channels, int groups, Extents const& input,
-                       Extents const& output, Extents const& kernel, Extents const& stride,
-                       Extents const& padding, Extents const& dilation, Layout layout,
-                       bool aligned) {
-             Problem problem{.channels = channels,
-                             .output_channels = output_channels,
-                             .groups = groups,
-                             .axes = {},
-                             .layout = layout,
-                             .aligned = aligned};
-             for (int i = 0; i < kMaxAxes; ++i) {
-               problem.axes[i] = {.input = input[i],
-                                  .output = output[i],
-                                  .kernel = kernel[i],
-                                  .stride = stride[i],
-                                  .padding = padding[i],
-                                  .dilation = dilation[i]};
-             }
-             return problem;
-           }),
-           py::kw_only(), py::arg("channels"), py::arg("output_channels"), py::arg("groups"),
-           py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride"),
-           py::arg("padding"), py::arg("dilation"), py::arg("layout"), py::arg("aligned"));
+  room.attr("Problem") = m.attr("TransposedProblem");
   auto const scheduled = [](auto Schedule::* field) {
     return [field](Config const& config) { return config.schedule.*field; };
   };

@@ -8,6 +8,7 @@
 #include "binding/binding.hpp"
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
+#include "conv/transposed.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -119,6 +120,33 @@ void bind_convolution_problem(py::module_& m) {
            }),
            py::kw_only(), py::arg("c"), py::arg("k"), py::arg("input"), py::arg("output"),
            py::arg("taps"), py::arg("lower_padding"), py::arg("dilation"));
+  using conv::TransposedProblem;
+  py::class_<TransposedProblem>(
+      m, "TransposedProblem",
+      "A transposed convolution; channels are those of one group, extents by depth, height, width.")
+      .def(py::init([](int channels, int output_channels, int groups, Extents const& input,
+                       Extents const& output, Extents const& kernel, Extents const& stride,
+                       Extents const& padding, Extents const& dilation, Layout layout,
+                       bool aligned) {
+             TransposedProblem problem{.channels = channels,
+                                       .output_channels = output_channels,
+                                       .groups = groups,
+                                       .axes = {},
+                                       .layout = layout,
+                                       .aligned = aligned};
+             for (int i = 0; i < conv::kMaxAxes; ++i) {
+               problem.axes[i] = {.input = input[i],
+                                  .output = output[i],
+                                  .kernel = kernel[i],
+                                  .stride = stride[i],
+                                  .padding = padding[i],
+                                  .dilation = dilation[i]};
+             }
+             return problem;
+           }),
+           py::kw_only(), py::arg("channels"), py::arg("output_channels"), py::arg("groups"),
+           py::arg("input"), py::arg("output"), py::arg("kernel"), py::arg("stride"),
+           py::arg("padding"), py::arg("dilation"), py::arg("layout"), py::arg("aligned"));
   py::class_<FilterSource>(
       m, "FilterSource", "A transposed convolution's weight [C, K, T, R, S]; strides in elements.")
       .def(py::init([](int64_t c, int64_t k, std::array<int64_t, 3> const& taps,

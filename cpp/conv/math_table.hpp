@@ -14,6 +14,7 @@ enum class Math : int {
   kTf32x3,       // strict fp32: big*big + big*small + small*big
   kF16,
   kBF16,
+  kF32,  // fused multiply-adds in float32
 };
 
 struct MathTraits {
@@ -25,12 +26,13 @@ struct MathTraits {
   constexpr int element_bytes() const { return static_cast<int>(size_of(dtype)); }
 };
 
-inline constexpr std::array<MathTraits, 5> kMathTraits{{
+inline constexpr std::array<MathTraits, 6> kMathTraits{{
     {"tf32", "tf32", DType::kFloat32, 1},
     {"tf32_rounded", "tf32", DType::kFloat32, 1},
     {"tf32x3", "fp32", DType::kFloat32, 2},
     {"f16", "fp16", DType::kFloat16, 1},
     {"bf16", "bf16", DType::kBFloat16, 1},
+    {"f32", "fp32", DType::kFloat32, 1},
 }};
 
 constexpr MathTraits const& traits_of(Math math) {

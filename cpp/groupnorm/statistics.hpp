@@ -12,6 +12,12 @@ struct Partial {
   float m2;  // sum of squared deviations
 };
 
+// Of some of a channel's pixels.
+struct alignas(16) CountedPartial {
+  float count;
+  Partial moments;
+};
+
 // Of a group.
 struct alignas(16) Statistics {
   float mean;

@@ -4,9 +4,7 @@
 
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
-#include "cutlass/fast_math.h"
 #include "fusedconv/check.hpp"
-#include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::taps {
 namespace {
@@ -68,30 +66,6 @@ __global__ void __launch_bounds__(kPassThreads)
   }
 }
 
-struct MergeParams {
-  cutlass::FastDivmod channels_per_group;
-  int64_t slots, channels;
-  int count, groups;
-  float eps;
-};
-
-// One block per sample and group.
-__global__ void __launch_bounds__(kPassThreads)
-    merge_kernel(MergeParams const p, CountedPartial const* __restrict__ partials,
-                 groupnorm::StatisticsTargets targets) {
-  int const sample = int(blockIdx.x) / p.groups;
-  int const first = int(blockIdx.x) % p.groups * p.channels_per_group.divisor;
-  device::Moments running;
-  for (int i = threadIdx.x; i < p.count; i += kPassThreads) {
-    int slot, channel;
-    p.channels_per_group(slot, channel, i);
-    CountedPartial const part = partials[(sample * p.slots + slot) * p.channels + first + channel];
-    running.merge(device::Moments::of(part.count, part.moments));
-  }
-  device::Moments const total = device::merge_block<kPassThreads>(running);
-  if (threadIdx.x == 0) device::store(targets, blockIdx.x, device::statistics_of(total, p.eps));
-}
-
 }  // namespace
 
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
@@ -122,24 +96,6 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
     launch(std::false_type{});
   });
   FUSEDCONV_CUDA("taps pack_filter", cudaGetLastError());
-}
-
-void merge_partials(int64_t slots, GroupNormProblem const& problem, CountedPartial const* partials,
-                    groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
-  int64_t const parts = slots * problem.channels_per_group();
-  FUSEDCONV_CHECK(parts <= 0x7fffffff - kPassThreads,
-                  "taps merge_moments: slots x channels of a group: got ", parts,
-                  ", expected at most ", 0x7fffffff - kPassThreads);
-  MergeParams const p{.channels_per_group = cutlass::FastDivmod(int(problem.channels_per_group())),
-                      .slots = slots,
-                      .channels = problem.channels,
-                      .count = int(parts),
-                      .groups = int(problem.groups),
-                      .eps = float(problem.eps)};
-  dim3 const grid =
-      device::checked_grid("taps merge_moments", problem.batch * int64_t(problem.groups));
-  merge_kernel<<<grid, kPassThreads, 0, stream>>>(p, partials, targets);
-  FUSEDCONV_CUDA("taps merge_moments", cudaGetLastError());
 }
 
 }  // namespace fusedconv::conv::taps

@@ -6,6 +6,7 @@
 #include "conv/problem.hpp"
 #include "conv/taps/rows.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::taps {
 
@@ -15,13 +16,11 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
                  cudaStream_t stream);
 
 // Partial moments [N, slots, K] to statistics [N, groups], merged in a fixed order.
-void merge_partials(int64_t slots, GroupNormProblem const& problem, CountedPartial const* partials,
-                    groupnorm::StatisticsTargets const& targets, cudaStream_t stream);
-
 inline void merge_moments(Config const& config, GroupNormProblem const& problem,
                           CountedPartial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
-  merge_partials(config.partial_slots(), problem, partials, targets, stream);
+  groupnorm::merge_counted("taps merge_moments", problem, config.partial_slots(), partials, targets,
+                           stream);
 }
 
 }  // namespace fusedconv::conv::taps

@@ -14,11 +14,7 @@
 
 namespace fusedconv::conv::taps {
 
-// Moments of some of a channel's pixels.
-struct alignas(16) CountedPartial {
-  float count;
-  groupnorm::Partial moments;
-};
+using groupnorm::CountedPartial;
 
 struct Config;
 

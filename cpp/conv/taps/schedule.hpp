@@ -15,7 +15,7 @@
 #include <cstdint>
 
 #include "conv/math_table.hpp"
-#include "conv/taps/axis.hpp"
+#include "conv/transposed.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/support.hpp"
 #include "fusedconv/types.hpp"
@@ -31,7 +31,6 @@ inline constexpr int kPitchBytes = 80;     // from a staged position or filter r
 inline constexpr int kFilterSlots = 4;     // steps whose part of the filter is on its way
 inline constexpr int kMostBoxPositions = 512;
 inline constexpr int kMomentBytes = kThreads * 16;  // of the epilogue, in shared memory
-inline constexpr int kMaxAxes = 3;                  // depth, height, width
 
 // How the input is read. Vectors are 16 bytes.
 enum class Loads : int {
@@ -51,15 +50,7 @@ constexpr char const* describe(Loads loads) {
   return "unknown";
 }
 
-// Of a batch of any size. Axes are depth, height and width; channels are those of one group.
-struct Problem {
-  int channels = 0;
-  int output_channels = 0;
-  int groups = 1;
-  std::array<AxisProblem, kMaxAxes> axes;
-  Layout layout = Layout::kChannelsFirst;  // of input and output
-  bool aligned = true;                     // the input's address is a multiple of 16 bytes
-};
+using Problem = TransposedProblem;
 
 struct Schedule {
   Support support;

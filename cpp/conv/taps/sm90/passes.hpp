@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include "conv/problem.hpp"
-#include "conv/taps/passes.hpp"
 #include "conv/taps/sm90/rows.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::taps::sm90 {
 
@@ -18,7 +18,8 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
 inline void merge_moments(Config const& config, GroupNormProblem const& problem,
                           CountedPartial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
-  merge_partials(config.partial_slots(), problem, partials, targets, stream);
+  groupnorm::merge_counted("taps merge_moments", problem, config.partial_slots(), partials, targets,
+                           stream);
 }
 
 }  // namespace fusedconv::conv::taps::sm90

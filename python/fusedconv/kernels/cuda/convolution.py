@@ -3,6 +3,7 @@ the weight, convolve with the epilogue and merge the moments of GroupNorm."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
@@ -13,16 +14,36 @@ from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
 from fusedconv.plan import ForwardKernel
 from fusedconv.precision import Precision
-from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
+from fusedconv.support import Support
 
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
+#: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
+MOST_PIXELS = 1 << 30
+MOST_TAPS = 1 << 20
 
 
 def by_axis(values: tuple[int, ...], filler: int = 1) -> tuple[int, int, int]:
     """By depth, height and width, with ``filler`` for the leading axes that a problem lacks."""
     one, two, three = (*(filler,) * (3 - len(values)), *values)
     return one, two, three
+
+
+def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
+    """Whether positions, pixels and taps can be counted in 32 bits."""
+    output = conv.output_spatial(spatial)
+    # Before the output is cropped by the padding.
+    whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
+    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
+        return Support.no(
+            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
+            f"counted to {MOST_PIXELS}"
+        )
+    taps = math.prod(conv.kernel_size)
+    if taps >= MOST_TAPS:
+        return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
+    return Support.yes()
 
 
 class ConvolutionRow(ForwardKernel):

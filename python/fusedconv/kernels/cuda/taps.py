@@ -18,7 +18,7 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
+from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltForward,
@@ -32,9 +32,6 @@ from fusedconv.plan import Kernel
 from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
 from fusedconv.support import Support
 
-#: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
-MOST_PIXELS = 1 << 30
-MOST_TAPS = 1 << 20
 #: Blocks of a launch and partial moments of a group are counted to, a few less than 2**31.
 MOST_BLOCKS = (1 << 31) - (1 << 10)
 #: Of a block by ``mma.sync``: its rows times its positions, and bytes of channels in a stage.
@@ -136,7 +133,7 @@ class TapsRow(InPlaceRow):
             supports_forward(problem, device),
             Support.yes() if only is None else supports_only(device, only),
             supports_precision(problem, self.precision),
-            _supports_extents(conv, problem.spatial),
+            supports_extents(conv, problem.spatial),
         ):
             if not support:
                 return support
@@ -197,22 +194,6 @@ class TapsSm80(TapsRow):
         packed = config.filter_bytes / problem.dtype.itemsize * costs.pack * 1e3
         chunks = -(-problem.batch // chunk)
         return milliseconds + packed + self.milliseconds_beside(problem, device, chunks)
-
-
-def _supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
-    """Whether positions, pixels and taps can be counted in 32 bits."""
-    output = conv.output_spatial(spatial)
-    # Before the output is cropped by the padding.
-    whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
-    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
-        return Support.no(
-            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
-            f"counted to {MOST_PIXELS}"
-        )
-    taps = math.prod(conv.kernel_size)
-    if taps >= MOST_TAPS:
-        return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
-    return Support.yes()
 
 
 def _step_bytes(problem: ForwardProblem, config: Any) -> float:

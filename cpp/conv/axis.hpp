@@ -16,7 +16,7 @@
 #define FUSEDCONV_HOST_DEVICE inline
 #endif
 
-namespace fusedconv::conv::taps {
+namespace fusedconv::conv {
 
 inline constexpr int kMaxStride = 1 << 15;  // products of two fit an int
 
@@ -94,4 +94,4 @@ inline Axis Axis::of(AxisProblem const& problem) {
   return axis;
 }
 
-}  // namespace fusedconv::conv::taps
+}  // namespace fusedconv::conv

@@ -1,0 +1,60 @@
+// From a type to its row: which kernel serves a schedule.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <utility>
+
+#include "conv/direct/pixels.hpp"
+#include "conv/direct/planes.hpp"
+#include "conv/direct/rows.hpp"
+#include "cuda/launch.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::direct {
+
+void check_launch(Arguments const& arguments, char const* where, cudaError_t status);
+// Blocks of a launch.
+unsigned checked_blocks(Arguments const& arguments);
+
+template <class T, int kTaps>
+void launch_planes(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kernel = &convolve_planes<T, kTaps>;
+  Schedule const& s = a.config.schedule;
+  FUSEDCONV_CHECK(!s.stores_runs || device::is_aligned(a.output, 16), a.config.row->name,
+                  ": output: got an address that is no multiple of 16 bytes");
+  check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(s.shared_bytes));
+  kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(Params::of(a),
+                                                                  s.shared_bytes / s.teams);
+  check_launch(a, "launch", cudaGetLastError());
+}
+
+template <class T, int kVector>
+void launch_pixels(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kernel = &convolve_pixels<T, kVector>;
+  int const bytes = a.config.schedule.shared_bytes;
+  check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(bytes));
+  kernel<<<checked_blocks(a), kThreads, bytes, stream>>>(Params::of(a));
+  check_launch(a, "launch", cudaGetLastError());
+}
+
+template <class T>
+void launch(Arguments const& a, cudaStream_t stream) {
+  Schedule const& s = a.config.schedule;
+  if (a.config.problem.layout == Layout::kChannelsLast) {
+    constexpr int kWidest = 16 / int(sizeof(T));
+    return s.vector == 1 ? launch_pixels<T, 1>(a, stream) : launch_pixels<T, kWidest>(a, stream);
+  }
+  if (s.run_taps == kGeneral) return launch_planes<T, kGeneral>(a, stream);
+  [&]<int... kTaps>(std::integer_sequence<int, kTaps...>) {
+    (void)((s.run_taps == kTaps ? (launch_planes<T, kTaps>(a, stream), true) : false) || ...);
+  }(std::make_integer_sequence<int, kRunTapsCount>{});
+}
+
+template <class T>
+Row row_of(Math math) {
+  return {
+      .name = detail::join("direct_", traits_of(math).name), .math = math, .launch = &launch<T>};
+}
+
+}  // namespace fusedconv::conv::direct

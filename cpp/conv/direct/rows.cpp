@@ -1,0 +1,67 @@
+#include "conv/direct/rows.hpp"
+
+#include "conv/direct/steps.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/merge_counted.hpp"
+
+namespace fusedconv::conv::direct {
+
+std::vector<Row> const& rows() {
+  static std::vector<Row> const all{row_f32(), row_f16(), row_bf16()};
+  return all;
+}
+
+Config::Config(Row const& row, Problem const& problem, FilterSource const& source,
+               Device const& device)
+    : row(&row),
+      problem(problem),
+      source(source),
+      schedule(schedule_of(problem, row.math, device)) {
+  matching(*this, source);
+}
+
+std::string Config::reads() const {
+  if (problem.layout == Layout::kChannelsLast) {
+    return schedule.vector > 1 ? "nhwc" : "nhwc, element by element";
+  }
+  return schedule.run_taps == kGeneral ? "nchw, output by output" : "nchw";
+}
+
+int64_t Config::partial_bytes_per_sample() const {
+  return partial_slots() * output_channels_of(problem) * int64_t(sizeof(CountedPartial));
+}
+
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream) {
+  groupnorm::merge_counted("direct merge_moments", problem, config.partial_slots(), partials,
+                           targets, stream);
+}
+
+// Declared in launch.hpp, where CUDA's headers are.
+void check_launch(Arguments const& a, char const* where, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  Problem const& c = a.config.problem;
+  auto const by_axis = [&](int AxisProblem::* field) {
+    return detail::join(c.axes[0].*field, "x", c.axes[1].*field, "x", c.axes[2].*field);
+  };
+  throw KernelFailure(detail::join(
+      a.config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
+      cudaGetErrorString(status), ") for N=", a.batch, " C=", c.channels, " K=", c.output_channels,
+      " groups=", c.groups, " input=", by_axis(&AxisProblem::input),
+      " output=", by_axis(&AxisProblem::output), " kernel=", by_axis(&AxisProblem::kernel),
+      " stride=", by_axis(&AxisProblem::stride), ", ", a.config.schedule.shared_bytes,
+      " bytes of shared memory"));
+}
+
+unsigned checked_blocks(Arguments const& a) {
+  Schedule const& s = a.config.schedule;
+  int64_t tiles = a.batch * s.sample_tiles() * s.channel_blocks;
+  if (a.config.problem.layout == Layout::kChannelsFirst) tiles *= a.config.problem.groups;
+  constexpr int64_t kMost = 0x7fffffff - kThreads;
+  FUSEDCONV_CHECK(tiles <= kMost, a.config.row->name, ": tiles: got ", tiles, ", expected at most ",
+                  kMost);
+  return unsigned(ceil_div(tiles, s.teams));
+}
+
+}  // namespace fusedconv::conv::direct

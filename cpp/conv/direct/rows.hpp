@@ -1,0 +1,71 @@
+// The compiled kernels for transposed convolutions of few channels a group, and how one serves a
+// problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conv/direct/schedule.hpp"
+#include "fusedconv/activation.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/groupnorm.hpp"
+#include "groupnorm/statistics.hpp"
+
+namespace fusedconv::conv::direct {
+
+using groupnorm::CountedPartial;
+
+struct Config;
+
+struct Arguments {
+  Config const& config;
+  int batch = 0;
+  Activation activation = Activation::kIdentity;
+  bool activates_output = true;  // else only the moments are of activated values
+  void const* input = nullptr;
+  void const* filter = nullptr;        // the weight as it lies
+  void const* bias = nullptr;          // [K] of the tensors' type, or null
+  void* output = nullptr;              // in the input's layout
+  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+};
+
+struct Row {
+  std::string name;
+  Math math;
+  void (*launch)(Arguments const&, cudaStream_t);
+};
+
+// Every row, in a fixed order.
+std::vector<Row> const& rows();
+
+// Defined by the instance files.
+Row row_f32();
+Row row_f16();
+Row row_bf16();
+
+// How a row serves a problem of any batch size on a device.
+struct Config {
+  Row const* row;  // of rows()
+  Problem problem;
+  FilterSource source;
+  Schedule schedule;
+
+  Config(Row const& row, Problem const& problem, FilterSource const& source, Device const& device);
+
+  // How threads are laid out, for a person.
+  std::string reads() const;
+  MathTraits const& traits() const { return traits_of(row->math); }
+  // Partial moments of a channel in a sample.
+  int64_t partial_slots() const { return schedule.sample_tiles(); }
+  int64_t partial_bytes_per_sample() const;
+};
+
+// Partial moments to statistics [N, groups], merged in a fixed order.
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream);
+
+}  // namespace fusedconv::conv::direct

@@ -1,0 +1,223 @@
+#include "conv/direct/schedule.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <string>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::direct {
+namespace {
+
+// Of a block, so that a multiprocessor has several at once.
+constexpr int kGoodSharedBytes = 40 << 10;
+constexpr int kMostOutputs = 16384;  // of a tile
+constexpr int kPixelsOfThread = 32;
+// What staging four positions, and kRows runs, cost beside each other, and what a tile costs a
+// thread.
+constexpr double kStagingCost = 35.0;
+constexpr double kRunsCost = 250.0;
+constexpr double kTileCost = 150.0;
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+int compiled_taps(AxisProblem const& width) {
+  for (int i = 0; i < kRunTapsCount; ++i) {
+    RunTaps const& taps = kRunTaps[i];
+    if (width.stride == taps.stride && width.kernel == taps.kernel && width.dilation == 1 &&
+        width.padding % taps.stride == taps.residue) {
+      return i;
+    }
+  }
+  return kGeneral;
+}
+
+// Extents of tiles to try: an axis in one, two, three and more parts.
+template <class Body>
+void for_parts(int extent, Body const& body) {
+  int last = 0;
+  for (int parts = 1; parts <= extent; parts = std::max(parts + 1, parts * 4 / 3)) {
+    int const size = int(ceil_div(extent, parts));
+    if (size != last) body(size);
+    last = size;
+  }
+}
+
+// Along depth and height.
+void set_tile(Schedule& s, int d, int h) {
+  s.tile[0] = d;
+  s.tile[1] = h;
+  for (int i = 0; i < 2; ++i) {
+    Axis const& axis = s.axes[i];
+    s.tiles[i] = int(ceil_div(axis.positions, s.tile[i]));
+    s.extent[i] =
+        int(std::min<int64_t>(int64_t(s.tile[i]) * axis.problem.stride, axis.problem.output));
+  }
+}
+
+// Channels first: the box and what shared memory a team's tile takes, in bytes.
+int64_t team_bytes(Schedule& s, Problem const& p, int element) {
+  AxisProblem const& width = s.axes[2].problem;
+  // Few lines along height leave a thread's rows no room there.
+  bool const across = s.axes[1].positions <= kRows / 2;
+  int64_t const runs = ceil_div(s.tile[2], s.run);
+  int const unit = s.run_taps == kGeneral ? width.stride : 4;
+  s.strip = across ? int(round_up(ceil_div(runs, kRows), unit)) : 0;
+  s.row_groups = across ? s.tile[1] : int(ceil_div(s.tile[1], kRows));
+  for (int i = 0; i < 2; ++i) {
+    s.before[i] = s.axes[i].lowest;
+    s.box[i] = s.tile[i] + s.axes[i].highest - s.axes[i].lowest;
+  }
+  if (!across) s.box[1] += s.row_groups * kRows - s.tile[1];
+  int const columns = across ? kRows * s.strip * s.run : s.tile[2];
+  if (s.run_taps != kGeneral) {
+    RunTaps const& taps = kRunTaps[s.run_taps];
+    s.before[2] = width.padding / taps.stride + taps.lowest(s.run);
+    s.box[2] = int(ceil_div(columns, s.run) - 1) * (s.run / taps.stride) + taps.window(s.run);
+  } else {
+    s.before[2] = s.axes[2].lowest;
+    s.box[2] = (columns - 1) / width.stride + 2 + s.axes[2].highest - s.axes[2].lowest;
+  }
+  s.box[2] = int(round_up(s.box[2], 4));
+  s.joined = s.tile[2] == width.output;
+  int const vector = 16 / element;
+  int64_t const line = s.joined ? int64_t(s.extent[1]) * s.tile[2] : s.tile[2];
+  int64_t const segments = s.joined ? s.extent[0] : int64_t(s.extent[0]) * s.extent[1];
+  int64_t const segment = round_up(line, vector) + vector;
+  s.segment = int(std::min<int64_t>(segment, std::numeric_limits<int>::max()));
+  int64_t const box = int64_t(s.box[0]) * s.box[1] * s.box[2] * p.channels;
+  int64_t const staged = s.stores_runs ? 0 : segments * segment * element;
+  return 4 * (box + s.weight_floats) + staged;
+}
+
+Schedule planes(Schedule s, Problem const& p, int element, Device const& device) {
+  s.run_taps = compiled_taps(p.axes[2]);
+  s.run = s.run_taps == kGeneral ? 1 : run_of(element);
+  s.stores_runs = s.run_taps != kGeneral && p.axes[2].output % s.run == 0;
+  int64_t const taps = int64_t(p.axes[0].kernel) * p.axes[1].kernel;
+  int64_t const channel_weights = taps * round_up(p.axes[2].kernel, 4) * p.channels;
+  s.block_channels =
+      int(std::clamp<int64_t>(kGoodSharedBytes / 2 / (4 * channel_weights), 1, p.output_channels));
+  s.channel_blocks = int(ceil_div(p.output_channels, s.block_channels));
+  int64_t const weights = s.block_channels * channel_weights;
+  if (weights * 4 > device.shared_bytes) {
+    return refused("the filter of a channel exceeds the shared memory of a multiprocessor");
+  }
+  s.weight_floats = int(weights);
+  double best = std::numeric_limits<double>::max();
+  Schedule result = s;
+  auto const consider = [&](int d, int h, int w, int64_t most_bytes) {
+    Schedule candidate = s;
+    set_tile(candidate, d, h);
+    candidate.tile[2] = candidate.extent[2] = w;
+    candidate.tiles[2] = int(ceil_div(s.axes[2].problem.output, w));
+    int64_t const outputs = int64_t(candidate.extent[0]) * candidate.extent[1] * w;
+    int64_t const bytes = team_bytes(candidate, p, element);
+    int64_t const runs = candidate.strip > 0 ? candidate.strip : ceil_div(w, s.run);
+    int64_t const units = runs * candidate.row_groups * s.axes[1].phases * d * s.axes[0].phases;
+    if (bytes > most_bytes) return;
+    if (outputs > kMostOutputs && most_bytes == kGoodSharedBytes) return;
+    int const threads =
+        int(std::clamp<int64_t>(int64_t(std::bit_ceil(uint64_t(units))), kWarp, kThreads));
+    candidate.teams = kThreads / threads;
+    while (candidate.teams > 1 && candidate.teams * bytes > most_bytes) candidate.teams /= 2;
+    int64_t const team = candidate.team_threads();
+    double const staged = double(ceil_div(int64_t(p.channels) * candidate.box_floats() / 4, team));
+    double const computed = double(ceil_div(units, team)) * s.block_channels;
+    double const cost = double(candidate.sample_tiles()) * double(team) *
+                        (staged * kStagingCost + computed * kRunsCost + kTileCost);
+    if (cost >= best) return;
+    best = cost;
+    candidate.shared_bytes = int(candidate.teams * bytes);
+    result = candidate;
+  };
+  int const lines = int(ceil_div(p.axes[2].output, s.run));
+  for (int64_t const most : {int64_t(kGoodSharedBytes), int64_t(device.shared_bytes)}) {
+    for_parts(lines, [&](int runs) {
+      for_parts(s.axes[1].positions, [&](int h) {
+        for_parts(s.axes[0].positions,
+                  [&](int d) { consider(d, h, std::min(runs * s.run, p.axes[2].output), most); });
+      });
+    });
+    if (best < std::numeric_limits<double>::max()) return result;
+  }
+  return refused("no tile fits the shared memory of a multiprocessor");
+}
+
+Schedule pixels(Schedule s, Problem const& p, int element, Device const& device) {
+  int const all = p.output_channels * p.groups;
+  int const widest = 16 / element;
+  bool const depthwise = p.channels == 1 && p.output_channels == 1;
+  s.vector = depthwise && p.aligned && all % widest == 0 ? widest : 1;
+  int64_t taps = p.channels;
+  for (AxisProblem const& axis : p.axes) taps *= axis.kernel;
+  // Of a thread's channels; moments take the place of the weights.
+  int64_t const column = s.vector * 4 * taps;
+  int const columns = all / s.vector;
+  int const good = int(std::clamp<int64_t>(kGoodSharedBytes / column, 1, 2 * kWarp));
+  s.channel_blocks = int(ceil_div(columns, std::min(columns, good)));
+  int const block_columns = int(ceil_div(columns, s.channel_blocks));
+  s.block_channels = block_columns * s.vector;
+  s.teams = 1;
+  int64_t const outputs = int64_t(kThreads / block_columns) * kPixelsOfThread;
+  // Whole lines where they fit: neighbours share what they read.
+  auto const& axes = s.axes;
+  auto const quotients = [&](int axis, int64_t line) {
+    int64_t const fitting = outputs / (line * axes[axis].phases);
+    int64_t const parts = ceil_div(axes[axis].positions, std::max<int64_t>(1, fitting));
+    return int(ceil_div(axes[axis].positions, parts));
+  };
+  s.tile[2] = s.extent[2] = quotients(2, 1);
+  s.tiles[2] = int(ceil_div(axes[2].positions, s.tile[2]));
+  s.lines[2] = axes[2].phases;
+  int64_t const line = int64_t(s.tile[2]) * axes[2].phases;
+  int const h = quotients(1, line);
+  set_tile(s, quotients(0, line * h * axes[1].phases), h);
+  for (int i = 0; i < 2; ++i) s.lines[i] = s.tile[i] * axes[i].phases;
+  int64_t const weights = column * block_columns;
+  int64_t const bytes = s.table_bytes() + std::max<int64_t>(weights, kThreads * s.vector * 16);
+  if (bytes > device.shared_bytes) {
+    return refused(
+        "the filter of a channel or a tile's table of taps exceeds the shared memory of "
+        "a multiprocessor");
+  }
+  s.weight_floats = int(weights / 4);
+  s.shared_bytes = int(bytes);
+  return s;
+}
+
+}  // namespace
+
+Schedule schedule_of(Problem const& p, Math math, Device const& device) {
+  int64_t const products = int64_t(p.channels) * p.output_channels;
+  if (products > kMostProducts) {
+    return refused(detail::join("a group has ", p.channels, " input and ", p.output_channels,
+                                " output channels, products up to ", kMostProducts, " are served"));
+  }
+  Schedule s;
+  int64_t inputs = 1, outputs = 1;
+  for (int i = 0; i < kMaxAxes; ++i) {
+    inputs *= p.axes[i].input;
+    outputs *= p.axes[i].output;
+    if (p.axes[i].stride > kMostStride) {
+      return refused(
+          detail::join("its stride is ", p.axes[i].stride, ", up to ", kMostStride, " is served"));
+    }
+  }
+  constexpr int64_t kMost = int64_t(1) << 30;
+  if (std::max(inputs, outputs) > kMost) {
+    return refused(detail::join("a channel has ", std::max(inputs, outputs), " pixels, up to ",
+                                kMost, " are served"));
+  }
+  for (int i = 0; i < kMaxAxes; ++i) s.axes[i] = Axis::of(p.axes[i]);
+  int const element = traits_of(math).element_bytes();
+  return p.layout == Layout::kChannelsLast ? pixels(s, p, element, device)
+                                           : planes(s, p, element, device);
+}
+
+}  // namespace fusedconv::conv::direct

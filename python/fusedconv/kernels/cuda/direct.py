@@ -1,0 +1,198 @@
+"""Transposed convolution of few channels a group, depthwise ones above all, by multiply-adds in
+float32.
+
+Each output gathers the taps of its sub-pixel phase; with so few products an output memory is the
+limit. NCHW: a block stages the input under a tile and computes runs of neighbouring outputs, whole
+16 bytes; channels last: threads lie along channels. The weight is read as it lies, and what
+normalises goes over the output in place. A row is a type; the one of float32 serves TF32 as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    ForwardProgram,
+    NotBuiltForward,
+    five_strides,
+    supports_forward,
+)
+from fusedconv.plan import Kernel
+from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.support import Support
+
+#: Tiles of a launch are counted to, a few less than 2**31.
+MOST_TILES = (1 << 31) - (1 << 10)
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``Direct.estimate`` multiplies, in cycles of a multiprocessor for 128 threads' work."""
+
+    #: A product: of runs whose taps the compiler knows, of vectors of channels, one by one.
+    run_product: float
+    vector_product: float
+    general_product: float
+    #: An output beside its products, and an input that is staged.
+    output: float
+    staged: float
+    #: A launch from its first block to its last, however small.
+    shortest: float
+    #: The share of memory's copy rate that is reached.
+    copy_share: float
+
+
+#: From the times of thirteen layers in either layout on an H200.
+COSTS = CostConstants(
+    run_product=1.25,
+    vector_product=9.5,
+    general_product=30.0,
+    output=32.0,
+    staged=30.0,
+    shortest=9000.0,
+    copy_share=0.7,
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(
+    row: int,
+    conv: ConvTransposeGeometry,
+    spatial: tuple[int, ...],
+    layout: str,
+    aligned: bool,
+    device: Device,
+) -> Any:
+    channels, output_channels = conv.in_channels // conv.groups, conv.out_channels // conv.groups
+    return _C.direct.Config(
+        _C.direct.rows()[row],
+        problem=_C.TransposedProblem(
+            channels=channels,
+            output_channels=output_channels,
+            groups=conv.groups,
+            input=by_axis(spatial),
+            output=by_axis(conv.output_spatial(spatial)),
+            kernel=by_axis(conv.kernel_size),
+            stride=by_axis(conv.stride),
+            padding=by_axis(conv.padding, 0),
+            dilation=by_axis(conv.dilation),
+            layout=_C.Layout[layout],
+            aligned=aligned,
+        ),
+        source=_C.FilterSource(
+            c=conv.in_channels,
+            k=output_channels,
+            taps=by_axis(conv.kernel_size),
+            strides=five_strides(conv.weight_strides),
+        ),
+        device=device.compiled,
+    )
+
+
+class Direct(InPlaceRow):
+    """A row of ``_C.direct.rows()``."""
+
+    provider = "direct"
+
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        assert problem.conv is not None
+        strided = problem.layout == "strided"  # copied to contiguous NCHW first
+        return _config(
+            self.index,
+            problem.conv,
+            problem.spatial,
+            problem.output_layout,
+            strided or problem.aligned,
+            device,
+        )
+
+    # ---- what it serves ----
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        conv = problem.conv
+        if conv is None:
+            return Support.no("computes convolutions; the problem has none")
+        common = supports_forward(problem, device)
+        if not common:
+            return common
+        # Products in float32 are what strict fp32 asks for, and more than TF32 does.
+        if problem.precision not in (
+            (self.precision, "tf32") if self.is_fp32 else (self.precision,)
+        ):
+            return Support.no(f"computes in {self.precision}, {problem.precision} is asked for")
+        extents = supports_extents(conv, problem.spatial)
+        if not extents:
+            return extents
+        config = self.config(problem, device)
+        support = Support.of(config.support)
+        if not support:
+            return support
+        tiles = _sample_tiles(problem, config)
+        if tiles > MOST_TILES:
+            return Support.no(f"a sample makes {tiles} tiles, at most {MOST_TILES} are served")
+        if problem.norm is not None:
+            channels = problem.output_channels // problem.norm.groups(problem.output_channels)
+            if config.partial_slots * channels > MOST_TILES:
+                return Support.no(
+                    f"a group leaves {config.partial_slots * channels} partial moments, at most "
+                    f"{MOST_TILES} are merged"
+                )
+        return Support.yes()
+
+    @property
+    def is_fp32(self) -> bool:
+        return self.precision == "fp32"
+
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        return MOST_TILES // _sample_tiles(problem, config)
+
+    # ---- what it costs ----
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        conv = problem.conv
+        assert conv is not None
+        config = self.config(problem, device)
+        if problem.output_layout == "nhwc":
+            product = costs.vector_product if config.vector > 1 else costs.general_product
+        else:
+            product = costs.run_product if config.compiled_taps else costs.general_product
+        work = problem.conv_flops / 2 * product + problem.output_elements * costs.output
+        staged = math.prod(config.box) * math.prod(config.tiles) * problem.batch * problem.channels
+        work += staged * costs.staged
+        cycles = max(costs.shortest, work / 128 / max(1, device.multiprocessors))
+        computed = cycles / device.clock_hertz * 1e3
+        size = problem.dtype.itemsize
+        read = device.copy_milliseconds(problem.input_elements * size) / costs.copy_share
+        written = device.copy_milliseconds(problem.output_elements * size) / costs.copy_share
+        chunks = -(-problem.batch // self.chunk(problem, config))
+        total = max(computed, read + written)
+        return total + self.milliseconds_beside(problem, device, chunks)
+
+    # ---- how it runs ----
+
+    def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
+        """The weight, read as it lies."""
+        return program.weight
+
+
+def _sample_tiles(problem: ForwardProblem, config: Any) -> int:
+    assert problem.conv is not None
+    groups = problem.conv.groups if problem.output_layout == "nchw" else 1
+    return int(math.prod(config.tiles) * config.channel_blocks * groups)
+
+
+def kernels() -> list[Kernel]:
+    if "direct" not in FAMILIES:
+        return [NotBuiltForward("direct_conv", "direct")]
+    return [Direct(_C.direct, index, row) for index, row in enumerate(_C.direct.rows())]

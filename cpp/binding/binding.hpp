@@ -23,9 +23,4 @@ void bind_layout(py::module_& m);
 void bind_sm80(py::module_& m);
 void bind_sm90(py::module_& m);
 void bind_sm90_runs(py::module_& room);
-void bind_sm90_taps(py::module_& room);
-void bind_taps(py::module_& m);
-void bind_group_norm(py::module_& m);
-#endif
-
-}  // namespace fusedconv::binding
+void bind_sm90_wgrad(py::module_& room);

@@ -32,6 +32,7 @@ void bind_sm90_wgrad(py::module_& room) {
           "row", [](Config const& config) -> Row const& { return *config.row; },
           py::return_value_policy::reference)
       .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("halves", scheduled(&Schedule::halves), "Of a strip, 64 bytes each.")
       .def_property_readonly("strips", scheduled(&Schedule::strips), "Of a row of the input.")
       .def_property_readonly("lead", scheduled(&Schedule::lead),
                              "Columns that a stage's box of the gradient begins before the strip.")
@@ -40,7 +41,9 @@ void bind_sm90_wgrad(py::module_& room) {
       .def_property_readonly("stages", scheduled(&Schedule::stages))
       .def_property_readonly(
           "stage_bytes",
-          [](Config const& config) { return kInputBytes + config.schedule.grad_bytes(); },
+          [](Config const& config) {
+            return config.schedule.input_bytes() + config.schedule.grad_bytes();
+          },
           "Of a line of a strip and what its taps reach of the gradient.")
       .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
       .def_property_readonly("tasks", scheduled(&Schedule::tasks),

@@ -51,6 +51,12 @@ inline Split split_rows(GroupNormProblem const& p) {
   return split_run(p.pixels, p.input_row_channels() * size_of(p.dtype), 1);
 }
 
+// Of a plane, in a pass that reads and writes it.
+inline Split split_planes(GroupNormProblem const& p) {
+  int64_t const bytes = size_of(p.dtype);
+  return split_run(p.pixels, bytes, 16 / bytes, kRunBytes);
+}
+
 // Of a plane, or of rows of channels.
 inline Split split_gradients(GroupNormProblem const& p) {
   int64_t const bytes = size_of(p.dtype);

@@ -1,6 +1,9 @@
 #include "layout/pad_lines.hpp"
 
+#include <numeric>
+
 #include "cuda/math.hpp"
+#include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 
@@ -10,29 +13,12 @@ namespace {
 using device::Pack;
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-
-__device__ __forceinline__ float warp_total(float value) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
-  return value;
-}
-
-// The same in every thread of a warp.
-__device__ __forceinline__ float block_total(float value) {
-  __shared__ float warps[kWarps];
-  value = warp_total(value);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  int const lane = threadIdx.x % 32;
-  return warp_total(lane < kWarps ? warps[lane] : 0.0f);
-}
 
 // Block (split of a plane). Loads are of kLoad elements, stores of 16 bytes.
 template <class T, int kLoad>
 __global__ void __launch_bounds__(kThreads)
     pad_planes(T const* __restrict__ input, uint4* __restrict__ output, float* __restrict__ sums,
-               int columns, int line_vectors, int64_t plane_elements, int plane_vectors,
+               int columns, int pitch, int line_vectors, int64_t plane_elements, int plane_vectors,
                int split_vectors, int splits) {
   constexpr int kVector = 16 / int(sizeof(T));
   int64_t const plane = blockIdx.x / unsigned(splits);
@@ -51,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
       int const column = vector * kVector + part;
       // Loads do not straddle a line's end: its columns are a multiple of kLoad.
       if (column < columns) {
-        auto const loaded = Pack<T, kLoad>::load(source + int64_t(line) * columns + column);
+        auto const loaded = Pack<T, kLoad>::load(source + int64_t(line) * pitch + column);
 #pragma unroll
         for (int e = 0; e < kLoad; ++e) packed.values[part + e] = loaded.values[e];
       }
@@ -67,26 +53,27 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (sums == nullptr) return;
-  sum = block_total(sum);
+  sum = device::block_total<kThreads>(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
 // A block for each channel.
 __global__ void __launch_bounds__(kThreads)
-    add_plane_sums(float const* __restrict__ sums, float* __restrict__ totals, int64_t batch,
-                   int64_t channels, int64_t splits) {
+    add_parts(ChannelSums const p, float const* __restrict__ sums, float* __restrict__ totals) {
   int64_t const channel = blockIdx.x;
   float sum = 0.0f;
-  for (int64_t i = threadIdx.x; i < batch * splits; i += kThreads) {
-    sum += sums[(i / splits * channels + channel) * splits + i % splits];
+  for (int64_t i = threadIdx.x; i < p.batch * p.parts; i += kThreads) {
+    sum += sums[(i / p.parts * p.channels + channel) * p.parts + i % p.parts];
   }
-  sum = block_total(sum);
+  sum = device::block_total<kThreads>(sum);
   if (threadIdx.x == 0) totals[channel] = sum;
 }
 
 void check(LinesProblem const& p) {
   int64_t const limit = int64_t(1) << 31;
   FUSEDCONV_CHECK(p.columns > 0 && p.columns < limit, "columns: got ", p.columns);
+  FUSEDCONV_CHECK(p.pitch >= p.columns && p.pitch < limit, "pitch: got ", p.pitch, " for ",
+                  p.columns, " columns");
   FUSEDCONV_CHECK(p.plane_vectors() < limit, "lines: got ", p.lines, " of ", p.columns, " columns");
 }
 
@@ -100,20 +87,18 @@ void pad_lines(LinesProblem const& p, void const* input, void* output, float* su
   dim3 const grid = device::checked_grid("pad_lines", p.batch * p.channels * splits);
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    device::dispatch_vector<T>(input, p.columns, [&](auto load) {
+    device::dispatch_vector<T>(input, std::gcd(p.columns, p.pitch), [&](auto load) {
       pad_planes<T, load.value><<<grid, kThreads, 0, stream>>>(
           static_cast<T const*>(input), static_cast<uint4*>(output), sums, int(p.columns),
-          int(p.line_vectors()), p.lines * p.columns, int(p.plane_vectors()),
+          int(p.pitch), int(p.line_vectors()), p.lines * p.pitch, int(p.plane_vectors()),
           int(ceil_div(p.plane_vectors(), splits)), int(splits));
     });
   });
   FUSEDCONV_CUDA("pad_lines", cudaGetLastError());
 }
 
-void add_sums(LinesProblem const& p, float const* sums, float* totals, cudaStream_t stream) {
-  check(p);
-  dim3 const grid = device::checked_grid("add_sums", p.channels);
-  add_plane_sums<<<grid, kThreads, 0, stream>>>(sums, totals, p.batch, p.channels, p.splits());
+void add_sums(ChannelSums const& p, float const* sums, float* totals, cudaStream_t stream) {
+  add_parts<<<device::checked_grid("add_sums", p.channels), kThreads, 0, stream>>>(p, sums, totals);
   FUSEDCONV_CUDA("add_sums", cudaGetLastError());
 }
 

@@ -11,12 +11,22 @@
 
 namespace fusedconv::layout {
 
-// A dense tensor [batch, channels, lines, columns].
+// Sums of planes in parts, float32 [batch, channels, parts].
+struct ChannelSums {
+  int64_t batch = 0;
+  int64_t channels = 0;
+  int64_t parts = 0;
+
+  int64_t bytes() const { return batch * channels * parts * int64_t(sizeof(float)); }
+};
+
+// A tensor [batch, channels, lines, columns], dense but for lines that may be padded already.
 struct LinesProblem {
   int64_t batch = 0;
   int64_t channels = 0;
   int64_t lines = 0;
   int64_t columns = 0;
+  int64_t pitch = 0;  // elements from one line to the next
   DType dtype = DType::kFloat32;
 
   // 16-byte vectors of a padded line, and of a plane of them.
@@ -25,17 +35,18 @@ struct LinesProblem {
   int64_t sample_bytes() const { return channels * plane_vectors() * 16; }
   // Blocks that share a plane, each of which leaves a sum.
   int64_t splits() const { return std::max<int64_t>(1, ceil_div(plane_vectors(), kSplitVectors)); }
-  int64_t sum_bytes() const { return batch * channels * splits() * int64_t(sizeof(float)); }
+  ChannelSums sums() const { return {batch, channels, splits()}; }
 
  private:
   static constexpr int64_t kSplitVectors = 8192;
 };
 
-// Zeros behind each line. output, whose address is a multiple of 16 bytes, or sums may be null.
+// Zeros behind each line. output, whose address is a multiple of 16 bytes, or sums, for
+// problem.sums(), may be null.
 void pad_lines(LinesProblem const& problem, void const* input, void* output, float* sums,
                cudaStream_t stream);
 
-// Adds the sums that pad_lines() left, in a fixed order: totals is float32 [channels].
-void add_sums(LinesProblem const& problem, float const* sums, float* totals, cudaStream_t stream);
+// Adds up the parts in a fixed order: totals is float32 [channels].
+void add_sums(ChannelSums const& problem, float const* sums, float* totals, cudaStream_t stream);
 
 }  // namespace fusedconv::layout

@@ -65,7 +65,7 @@ void PadLines::run(RunContext const& context, void*) const {
             context.stream);
 }
 
-AddSums::AddSums(std::string name, LinesProblem const& problem, Operand sums, Operand totals)
+AddSums::AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals)
     : name_(std::move(name)), problem_(problem), sums_(sums), totals_(totals) {}
 
 std::string AddSums::describe() const { return name_; }

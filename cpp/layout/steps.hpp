@@ -40,7 +40,7 @@ class PackFilter final : public Step {
   Operand weight_, bias_, filter_, packed_bias_;
 };
 
-// problem.batch is the run's. output or sums may be absent; sums is for AddSums.
+// problem.batch is the run's. output or sums may be absent; sums is for AddSums, problem.sums().
 class PadLines final : public Step {
  public:
   PadLines(std::string name, LinesProblem const& problem, Operand input, Operand output,
@@ -59,7 +59,7 @@ class PadLines final : public Step {
 // Of the whole batch, problem.batch.
 class AddSums final : public Step {
  public:
-  AddSums(std::string name, LinesProblem const& problem, Operand sums, Operand totals);
+  AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -67,7 +67,7 @@ class AddSums final : public Step {
 
  private:
   std::string name_;  // of the totals, for a person
-  LinesProblem problem_;
+  ChannelSums problem_;
   Operand sums_, totals_;
 };
 

@@ -3,7 +3,16 @@
 from fusedconv.kernels import torch
 from fusedconv.kernels.cpu import conv_gradients, conv_transpose
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
-from fusedconv.kernels.cuda import gradients, group_norm, sm80, sm90, sm90_runs, taps, taps_sm90
+from fusedconv.kernels.cuda import (
+    gradients,
+    group_norm,
+    sm80,
+    sm90,
+    sm90_gradients,
+    sm90_runs,
+    taps,
+    taps_sm90,
+)
 from fusedconv.plan import Kernel
 
 
@@ -19,6 +28,7 @@ def built_in() -> list[Kernel]:
         sm90_runs,
         taps,
         taps_sm90,
+        sm90_gradients,
         group_norm,
         gradients,
     )

@@ -18,15 +18,16 @@ namespace fusedconv::conv::sm90::wgrad {
 // Steps after which accumulators are added to the block's partial sums: the tensor core drops bits
 // in every addition to an accumulator, which a long sum would show.
 inline constexpr int kFlushSteps = 128;
-inline constexpr int kHalves = 2;  // of a strip, each two instructions deep
 
-// Lines of 128 bytes, a channel each, as copies with that swizzle leave them.
+// Lines of a strip, a channel each, as copies with a swizzle of as many bytes leave them.
+template <class Traits>
 __device__ __forceinline__ uint64_t input_operand(uint32_t address) {
   cute::GmmaDescriptor result;
   result.bitfield.start_address_ = uint16_t(address >> 4);
   result.bitfield.leading_byte_offset_ = 1;
-  result.bitfield.stride_byte_offset_ = 8 * kStripBytes >> 4;
-  result.bitfield.layout_type_ = uint8_t(gmma::LayoutType::B128);
+  result.bitfield.stride_byte_offset_ = 8 * Traits::kStripBytes >> 4;
+  result.bitfield.layout_type_ =
+      uint8_t(Traits::kHalves == 1 ? gmma::LayoutType::B64 : gmma::LayoutType::B128);
   return result.desc_;
 }
 
@@ -51,28 +52,29 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   int const grad_bytes = kBlock * pitch;
   int const shift = (p.lead + column - p.pad_w) * Traits::kElementBytes / 4;  // in words
   uint32_t const own = memory.grad + channel * pitch + (shift + lane % 4) * 4;
-  uint64_t const first_line = input_operand(memory.input);
-  constexpr uint32_t kLineUnits = kInputBytes >> 4;
+  uint64_t const first_line = input_operand<Traits>(memory.input);
+  constexpr uint32_t kLineUnits = Traits::kInputBytes >> 4;
 
   float sums[Traits::kAccumulators];  // of the filter's rows, the last first
 #pragma unroll
   for (int i = 0; i < Traits::kAccumulators; ++i) sums[i] = 0.0f;
-  uint32_t operands[kHalves][2][4];
+  uint32_t operands[2][2][4];
   uint32_t line = own;
-  auto const load = [&](int half) {
+  auto const load = [&](auto& set, int half) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      uint32_t const at = line + half * 64 + i / 4 * 32 + (i & 2) * 8 + (i & 1) * 8 * pitch;
-      uint32_t& word = operands[half][i / 4][i % 4];
+      uint32_t const at =
+          line + half * kHalfStripBytes + i / 4 * 32 + (i & 2) * 8 + (i & 1) * 8 * pitch;
+      uint32_t& word = set[i / 4][i % 4];
       word = load_word(at);
       if constexpr (kStraddles) word = __byte_perm(word, load_word(at + 4), 0x5432);
     }
   };
-  auto const issue = [&](int half, uint64_t oldest) {
+  auto const issue = [&](auto const& set, int half, uint64_t oldest) {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      multiply<Mma>(operands[half][i], oldest + (half * 64 + i * 32 >> 4), sums,
+      multiply<Mma>(set[i], oldest + (half * kHalfStripBytes + i * 32 >> 4), sums,
                     gmma::ScaleOut::One, Indices{});
     }
     cute::warpgroup_commit_batch();
@@ -92,36 +94,56 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   wait_for(&barriers.full[cursor.stage], cursor.parity);
   line = own + cursor.stage * grad_bytes;
   uint64_t oldest = oldest_of(cursor.stage);
-  load(0);
+  load(operands[0], 0);
   constexpr int kNone = -1;
   int through = kNone;  // the stage whose last products end next
   auto* const partials = reinterpret_cast<float4*>(
                              p.partials + partial_index(p, work.task, work.split, column, kRows)) +
                          thread;
   bool first = true;
+  // All products of the step before are done, and with them the oldest of its lines.
+  auto const release = [&] {
+    if (through != kNone && lane == 0) device::arrive(&barriers.empty[through]);
+    if (++through == p.stages) through = 0;
+  };
+  // Steps of a turn of the loop, in which the operands' two sets alternate.
+  constexpr int kTurn = Traits::kHalves == 1 ? 2 : 1;
+  int left = Share(p, work.split).steps(p, kRows - 1);
+  left = (left + kTurn - 1) / kTurn;
+  // After the last step the line at hand is loaded once more, for nothing.
+  auto const turn_to_next = [&](bool more) {
+    cursor.advance(p.stages);
+    oldest = oldest_of(cursor.stage);
+    if (more) {
+      wait_for(&barriers.full[cursor.stage], cursor.parity);
+      line = own + cursor.stage * grad_bytes;
+    }
+  };
   // Warpgroups add up at different times.
-  int chunk = std::max(1, kFlushSteps * (column + 1) / p.columns);
-  for (int left = Share(p, work.split).steps(p, kRows - 1); left > 0;) {
+  int chunk = std::max(1, kFlushSteps / kTurn * (column + 1) / p.columns);
+  while (left > 0) {
     int const count = std::min(chunk, left);
-    chunk = kFlushSteps;
+    chunk = kFlushSteps / kTurn;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      issue(0, oldest);
+      --left;
+      issue(operands[0], 0, oldest);
       cute::warpgroup_wait<1>();
-      // All products of the step before are done, and with them the oldest of its lines.
-      if (through != kNone && lane == 0) device::arrive(&barriers.empty[through]);
-      if (++through == p.stages) through = 0;
-      load(1);
-      issue(1, oldest);
-      cursor.advance(p.stages);
-      oldest = oldest_of(cursor.stage);
-      // After the last step the line at hand is loaded once more, for nothing.
-      if (--left > 0) {
-        wait_for(&barriers.full[cursor.stage], cursor.parity);
-        line = own + cursor.stage * grad_bytes;
+      release();
+      if constexpr (Traits::kHalves == 1) {
+        turn_to_next(true);
+        load(operands[1], 0);
+        issue(operands[1], 0, oldest);
+        cute::warpgroup_wait<1>();
+        release();
+        turn_to_next(left > 0);
+      } else {
+        load(operands[1], 1);
+        issue(operands[1], 1, oldest);
+        turn_to_next(left > 0);
+        cute::warpgroup_wait<1>();
       }
-      cute::warpgroup_wait<1>();
-      load(0);
+      load(operands[0], 0);
     }
     cute::warpgroup_wait<0>();
 #pragma unroll

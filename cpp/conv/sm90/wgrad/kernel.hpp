@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);
   if (warpgroup < p.columns) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    Memory const memory(p, device::shared_address(shared), Traits::kFilterRows);
+    auto const memory = Memory::of<Traits>(p, device::shared_address(shared));
     if constexpr (Traits::kElementBytes == 2) {
       if ((warpgroup - p.pad_w) % 2 != 0) {
         consume<Traits, true>(p, barriers, memory, work, warpgroup);

@@ -15,9 +15,9 @@
 
 namespace fusedconv::conv::sm90::wgrad {
 
-template <Math kMath, int kFilterRows>
-void launch(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kKernel = &sum_products<Traits<kMath, kFilterRows>>;
+template <class Traits>
+void launch_kernel(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kKernel = &sum_products<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   int const threads = (config.problem.s + 1) * kWarpgroupThreads;
@@ -26,6 +26,12 @@ void launch(Arguments const& a, cudaStream_t stream) {
   check_launch(config, config.problem.n, "launch",
                device::launch_early(kKernel, s.tasks * s.splits, threads, s.shared_bytes, stream,
                                     Params::of(a), input_map(a), grad_map(a)));
+}
+
+template <Math kMath, int kFilterRows>
+void launch(Arguments const& a, cudaStream_t stream) {
+  if (a.config.schedule.halves == 1) return launch_kernel<Traits<kMath, kFilterRows, 1>>(a, stream);
+  launch_kernel<Traits<kMath, kFilterRows, 2>>(a, stream);
 }
 
 template <Math kMath, int kFilterRows>

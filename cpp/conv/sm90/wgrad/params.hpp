@@ -123,9 +123,10 @@ static_assert(sizeof(Barriers) <= kHeaderBytes);
 struct Memory {
   uint32_t input, grad;
 
-  __device__ __forceinline__ Memory(Params const& p, uint32_t shared, int filter_rows) {
-    input = shared + kHeaderBytes;
-    grad = input + (p.stages + filter_rows - 1) * kInputBytes;
+  template <class Traits>
+  __device__ __forceinline__ static Memory of(Params const& p, uint32_t shared) {
+    uint32_t const input = shared + kHeaderBytes;
+    return {input, input + (p.stages + Traits::kFilterRows - 1) * Traits::kInputBytes};
   }
 };
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
   constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   constexpr int kNoRow = -1;  // which copies fill with zeros
   Task const task(p, work.task);
-  Memory const offsets(p, 0, Traits::kFilterRows);
+  auto const offsets = Memory::of<Traits>(p, 0);
   unsigned char* const input = shared + offsets.input;
   unsigned char* const grad = shared + offsets.grad;
   int const grad_bytes = kBlock * p.pitch_bytes;
@@ -31,10 +31,10 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
     uint64_t* const full = &barriers.full[cursor.stage];
     wait_for(&barriers.empty[cursor.stage], cursor.parity);
     bool const again = cursor.stage < kTwice;
-    device::arrive_and_expect(full, grad_bytes + (again ? 2 : 1) * kInputBytes);
+    device::arrive_and_expect(full, grad_bytes + (again ? 2 : 1) * Traits::kInputBytes);
     auto const copy_input = [&](int stage) {
-      cute::SM90_TMA_LOAD_5D::copy(&input_map, full, kHint, input + stage * kInputBytes, column,
-                                   row, slice, channel_c, sample);
+      cute::SM90_TMA_LOAD_5D::copy(&input_map, full, kHint, input + stage * Traits::kInputBytes,
+                                   column, row, slice, channel_c, sample);
     };
     copy_input(cursor.stage);
     if (again) copy_input(cursor.stage + p.stages);
@@ -44,7 +44,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
     cursor.advance(p.stages);
   };
   for (int i = 0; i < kTwice; ++i) put(0, 0, 0, kNoRow, kNoRow);
-  Share(p, work.split).for_each_run(p, [&](int unit, int first, int last) {
+  Share const share(p, work.split);
+  share.for_each_run(p, [&](int unit, int first, int last) {
     int sample, slice, strip;
     p.strips(slice, strip, unit);
     p.slices(sample, slice, slice);
@@ -52,6 +53,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
       put(sample, slice, strip * Traits::kStrip, row < last ? row : kNoRow, row - p.pad_h);
     }
   });
+  // Steps come in pairs where they are half strips.
+  if (Traits::kHalves == 1 && share.steps(p, kTwice) % 2 != 0) put(0, 0, 0, kNoRow, kNoRow);
 }
 
 }  // namespace fusedconv::conv::sm90::wgrad

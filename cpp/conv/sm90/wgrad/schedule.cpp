@@ -73,7 +73,8 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   }
 
   Schedule s;
-  int const strip = kStripBytes / element;
+  if (int64_t(p.w) * element <= kHalfStripBytes) s.halves = 1;
+  int const strip = s.strip_bytes() / element;
   s.strips = int(ceil_div(p.w, strip));
   s.lead = before > 0 ? unit : 0;
   int const columns = int(round_up(s.lead + strip + p.s - 1 - before, unit));
@@ -83,13 +84,14 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   // The first stages' lines of the input are there twice, so that those of a filter's rows always
   // lie side by side.
   int const twice = p.r - 1;
-  int const left = device.shared_bytes - kHeaderBytes - twice * kInputBytes;
-  s.stages = std::min(kMaxStages, left / (kInputBytes + s.grad_bytes()));
+  int const left = device.shared_bytes - kHeaderBytes - twice * s.input_bytes();
+  s.stages = std::min(kMaxStages, left / (s.input_bytes() + s.grad_bytes()));
   if (s.stages < kFewestStages) {
     return refused(detail::join("its pipeline of ", kFewestStages, " stages exceeds the ",
                                 device.shared_bytes, " bytes of shared memory"));
   }
-  s.shared_bytes = kHeaderBytes + twice * kInputBytes + s.stages * (kInputBytes + s.grad_bytes());
+  s.shared_bytes =
+      kHeaderBytes + twice * s.input_bytes() + s.stages * (s.input_bytes() + s.grad_bytes());
   s.blocks_c = int(ceil_div(p.c, kBlock));
   s.blocks_k = int(ceil_div(p.k, kBlock));
   int64_t const tasks = int64_t(s.blocks_c) * s.blocks_k * p.t;

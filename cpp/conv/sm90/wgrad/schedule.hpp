@@ -1,7 +1,8 @@
 // The schedule of the weight gradient of a transposed convolution of stride 1. Host code without
 // CUDA.
 //
-// Sums run over the input's positions. A strip is kStripBytes of the input's columns; a block
+// Sums run over the input's positions. A strip is 128 bytes of the input's columns, or 64 where its
+// rows are no longer; a block
 // marches down the rows of strips and meets each row of the input, and the rows of the output's
 // gradient that its taps reach, once. In the instruction's terms M counts output channels, N input
 // channels for each of the filter's rows and K positions. A warpgroup multiplies for one of the
@@ -20,10 +21,9 @@
 
 namespace fusedconv::conv::sm90::wgrad {
 
-inline constexpr int kBlock = 64;                         // channels, of input or output
-inline constexpr int kStripBytes = 128;                   // of a row of the input
-inline constexpr int kLineAlignment = 16;                 // bytes: lines begin at multiples of it
-inline constexpr int kInputBytes = kBlock * kStripBytes;  // of a stage
+inline constexpr int kBlock = 64;  // channels, of input or output
+inline constexpr int kHalfStripBytes = 64;
+inline constexpr int kLineAlignment = 16;  // bytes: lines begin at multiples of it
 inline constexpr int kMaxFilterRows = 3;
 inline constexpr int kMaxFilterColumns = 3;  // of which each has a warpgroup
 inline constexpr int kMaxStages = 16;
@@ -36,7 +36,8 @@ constexpr int64_t padded(int64_t columns, int element_bytes) {
 
 struct Schedule {
   Support support;
-  int strips = 0;  // of a row of the input
+  int halves = 2;  // of a strip, kHalfStripBytes of a row of the input each
+  int strips = 0;  // of a row
   // The box of the output's gradient: columns that it begins before the strip, and its pitch.
   int lead = 0;
   int pitch_bytes = 0;
@@ -48,7 +49,10 @@ struct Schedule {
   int64_t steps = 0;               // rows of strips that all blocks of a task take
   int64_t partial_bytes = 0;       // of all tasks
 
-  int grad_bytes() const { return kBlock * pitch_bytes; }  // of a stage
+  int strip_bytes() const { return halves * kHalfStripBytes; }
+  // Of a stage.
+  int input_bytes() const { return kBlock * strip_bytes(); }
+  int grad_bytes() const { return kBlock * pitch_bytes; }
 };
 
 // problem: the convolution that the forward pass lowers to, with its batch; aligned: the tensors'

@@ -28,8 +28,10 @@ CUtensorMap map_of(Config const& config, void const* tensor, Extents const& e, i
 
 CUtensorMap input_map(Arguments const& a) {
   ConvProblem const& c = a.config.problem;
-  return map_of(a.config, a.input, {c.w, c.h, c.d, c.c},
-                kStripBytes / a.config.traits().element_bytes(), CU_TENSOR_MAP_SWIZZLE_128B);
+  return map_of(
+      a.config, a.input, {c.w, c.h, c.d, c.c},
+      a.config.schedule.strip_bytes() / a.config.traits().element_bytes(),
+      a.config.schedule.halves == 1 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 CUtensorMap grad_map(Arguments const& a) {

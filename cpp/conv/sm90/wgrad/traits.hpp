@@ -45,11 +45,14 @@ FUSEDCONV_WGRAD_INSTRUCTION(2, 128)
 FUSEDCONV_WGRAD_INSTRUCTION(3, 192)
 #undef FUSEDCONV_WGRAD_INSTRUCTION
 
-template <Math kMath_, int kFilterRows_>
+template <Math kMath_, int kFilterRows_, int kHalves_>
 struct Traits {
   static constexpr Math kMath = kMath_;
   static constexpr int kFilterRows = kFilterRows_;
   static_assert(kFilterRows <= kMaxFilterRows);
+  static constexpr int kHalves = kHalves_;  // of a strip
+  static constexpr int kStripBytes = kHalves * kHalfStripBytes;
+  static constexpr int kInputBytes = kBlock * kStripBytes;  // of a stage
 
   using Element = typename Instruction<kMath, kFilterRows>::Element;
   using Mma = typename Instruction<kMath, kFilterRows>::Mma;

@@ -1,0 +1,72 @@
+// Gradients stored line by line, where lines are padded, and summed by channel.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/math.hpp"
+#include "groupnorm/gradient.hpp"
+
+namespace fusedconv::groupnorm {
+
+// The lines of a channels-first tensor, in elements.
+struct Lines {
+  int columns;
+  int pitch;
+  int64_t plane;
+
+  // None where the tensor is dense and nothing is summed.
+  static Lines of(GroupNormProblem const& p, GradientTensors const& tensors) {
+    if (tensors.columns == 0) return {};
+    return {tensors.columns, tensors.pitch, p.pixels / tensors.columns * tensors.pitch};
+  }
+};
+
+// A walk over the pixels of a plane, some at a time, which do not straddle lines.
+struct LineWalk {
+  int line, column;
+
+  __device__ __forceinline__ LineWalk(Lines const& lines, int pixel)
+      : line(pixel / lines.columns), column(pixel % lines.columns) {}
+  __device__ __forceinline__ int64_t offset(Lines const& lines) const {
+    return int64_t(line) * lines.pitch + column;
+  }
+  // count: at most a line's.
+  __device__ __forceinline__ void advance(Lines const& lines, int whole_lines, int count) {
+    line += whole_lines;
+    column += count;
+    if (column >= lines.columns) {
+      column -= lines.columns;
+      ++line;
+    }
+  }
+};
+
+// Calls body with how many elements lie in one line wherever that many neighbours begin at a
+// multiple of their number: two or one.
+template <class F>
+__device__ __forceinline__ void dispatch_piece(Lines const& lines, F&& body) {
+  if (lines.columns % 2 == 0) return body(std::integral_constant<int, 2>{});
+  body(std::integral_constant<int, 1>{});
+}
+
+// Neighbours from pixel on, whose number and the pixel are multiples of two.
+template <class T, int kCount>
+__device__ __forceinline__ void store_in_lines(device::Pack<T, kCount> const& values, T* plane,
+                                               int pixel, Lines const& lines) {
+  static_assert(kCount == 1 || kCount % 2 == 0);
+  LineWalk walk(lines, pixel);
+  dispatch_piece(lines, [&](auto piece) {
+    constexpr int kPiece = kCount == 1 ? 1 : decltype(piece)::value;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kPiece) {
+      device::Pack<T, kPiece> part;
+#pragma unroll
+      for (int e = 0; e < kPiece; ++e) part.values[e] = values.values[i + e];
+      part.store(plane + walk.offset(lines));
+      walk.advance(lines, 0, kPiece);
+    }
+  });
+}
+
+}  // namespace fusedconv::groupnorm

@@ -53,7 +53,7 @@ def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
     return {
         "batch": generator.randint(1, 4),
         "channels": generator.choice((5, 16, 64, 70, 130) if strict else (1, 3, 8, 64, 65, 130)),
-        "out": generator.choice((6, 16, 64, 100)),
+        "out": generator.choice((16, 64, 100) if strict else (2, 6, 16, 64, 100)),
         "spatial": [
             generator.randint(max(1, 2 * pad - size + 2), most)
             for size, pad, most in zip(kernel_size, padding, sizes, strict=True)
@@ -91,6 +91,8 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor, padding: list[int]) -> Tensor
     return result
 
 
+#: Of a result whose operands were rounded to 10 bits behind the point: half a unit of the last.
+TF32_ERROR = 2.0**-11
 NAMES = ("input", "weight", "bias")
 
 
@@ -136,8 +138,11 @@ def test_random_problems(kernel, gradients_of):
             if precision == "fp32" and name == "input" and a.numel() < FEWEST_STRICT_VALUES:
                 continue
             assert torch.equal(a, b), (name, case)
-            limit = max(relative_error(t, e), relative_error(r, e) if name != "bias" else 0.0)
-            assert relative_error(a, e) <= bound(limit, precision), (name, case)
+            limit = max(relative_error(t, e), relative_error(r, e))
+            if name == "bias":
+                limit = 2 * relative_error(t, e)  # of a sum of many terms
+            error = relative_error(a, e)
+            assert error <= bound(limit, precision), (name, error, limit, case)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -185,8 +190,10 @@ def test_behind_a_normalisation(kernel, spatial, gradients_of):
     torchs = gradients(composed, tensors, grad)
     exact = gradients(composed, [tensor.double() for tensor in tensors], grad.double())
     for a, t, e in zip(actual, torchs, exact, strict=True):
-        # The saved convolution output is rounded to 16 bits, in eager's composition as well.
-        assert relative_error(a, e) <= bound(1.5 * relative_error(t, e), kernel.precision)
+        limit = 1.5 * relative_error(t, e)
+        if kernel.precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(a, e) <= bound(limit, kernel.precision)
     again = gradients(ours, tensors, grad)
     for name, a, b in zip(NAMES, actual, again, strict=True):
         assert name not in kernel.computes or torch.equal(a, b)

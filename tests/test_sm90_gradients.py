@@ -92,7 +92,7 @@ def test_rows_are_named_by_math_and_filter_rows():
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_stages_hold_what_the_taps_read(row):
     generator = random.Random(row.name)
-    size = element_bytes(row)
+    size, halved = element_bytes(row), 0
     for _ in range(100):
         taps = generator.randint(1, 3), generator.randint(1, 3)
         padding = (
@@ -112,16 +112,18 @@ def test_stages_hold_what_the_taps_read(row):
             padding=padding,
         )
         assert made.support
-        strip = 128 // size
+        assert made.halves == (1 if spatial[2] * size <= 64 else 2)
+        halved += made.halves == 1
+        strip = 64 * made.halves // size
         assert made.strips == math.ceil(spatial[2] / strip)
         # The box begins at 16 bytes, before the first column of any tap, and holds the last one's.
         assert made.lead * size % 16 == 0
         assert made.lead >= padding[2]
         assert made.pitch_bytes % 32 == 16
         assert made.pitch_bytes // size >= made.lead - padding[2] + strip + taps[1] - 1
-        assert made.stage_bytes == BLOCK * (128 + made.pitch_bytes)
+        assert made.stage_bytes == BLOCK * (64 * made.halves + made.pitch_bytes)
         # Lines of all filter rows lie side by side wherever they begin.
-        held = made.stages * made.stage_bytes + (row.filter_rows - 1) * BLOCK * 128
+        held = made.stages * made.stage_bytes + (row.filter_rows - 1) * BLOCK * 64 * made.halves
         assert HEADER + held == made.shared_bytes <= H200.shared_bytes
         assert made.stages >= 4
         lines = made.strips * (spatial[1] + row.filter_rows - 1) * spatial[0]
@@ -129,6 +131,7 @@ def test_stages_hold_what_the_taps_read(row):
         assert 1 <= made.splits <= max(1, made.steps)
         filter_bytes = 4 * BLOCK * BLOCK * row.filter_rows * taps[1]
         assert made.partial_bytes == made.tasks * made.splits * filter_bytes
+    assert halved > 5
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)

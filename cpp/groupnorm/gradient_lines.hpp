@@ -9,7 +9,7 @@
 
 namespace fusedconv::groupnorm {
 
-// The lines of a channels-first tensor, in elements.
+// The lines of a channels-first tensor, in elements. A plane of them has less than 2^31.
 struct Lines {
   int columns;
   int pitch;
@@ -22,22 +22,20 @@ struct Lines {
   }
 };
 
-// A walk over the pixels of a plane, some at a time, which do not straddle lines.
+// A walk over the pixels of a plane.
 struct LineWalk {
-  int line, column;
+  int column = 0, offset = 0;  // in the line, and in the plane
 
+  LineWalk() = default;
   __device__ __forceinline__ LineWalk(Lines const& lines, int pixel)
-      : line(pixel / lines.columns), column(pixel % lines.columns) {}
-  __device__ __forceinline__ int64_t offset(Lines const& lines) const {
-    return int64_t(line) * lines.pitch + column;
-  }
-  // count: at most a line's.
-  __device__ __forceinline__ void advance(Lines const& lines, int whole_lines, int count) {
-    line += whole_lines;
-    column += count;
+      : column(pixel % lines.columns), offset(pixel / lines.columns * lines.pitch + column) {}
+  // By whole lines, and less than a line's pixels.
+  __device__ __forceinline__ void advance(Lines const& lines, int whole_lines, int pixels) {
+    column += pixels;
+    offset += whole_lines * lines.pitch + pixels;
     if (column >= lines.columns) {
       column -= lines.columns;
-      ++line;
+      offset += lines.pitch - lines.columns;
     }
   }
 };
@@ -50,12 +48,12 @@ __device__ __forceinline__ void dispatch_piece(Lines const& lines, F&& body) {
   body(std::integral_constant<int, 1>{});
 }
 
-// Neighbours from pixel on, whose number and the pixel are multiples of two.
+// Neighbours from where the walk is, whose number is one or even, and which begin at a multiple of
+// it.
 template <class T, int kCount>
 __device__ __forceinline__ void store_in_lines(device::Pack<T, kCount> const& values, T* plane,
-                                               int pixel, Lines const& lines) {
+                                               LineWalk walk, Lines const& lines) {
   static_assert(kCount == 1 || kCount % 2 == 0);
-  LineWalk walk(lines, pixel);
   dispatch_piece(lines, [&](auto piece) {
     constexpr int kPiece = kCount == 1 ? 1 : decltype(piece)::value;
 #pragma unroll
@@ -63,7 +61,7 @@ __device__ __forceinline__ void store_in_lines(device::Pack<T, kCount> const& va
       device::Pack<T, kPiece> part;
 #pragma unroll
       for (int e = 0; e < kPiece; ++e) part.values[e] = values.values[i + e];
-      part.store(plane + walk.offset(lines));
+      part.store(plane + walk.offset);
       walk.advance(lines, 0, kPiece);
     }
   });

@@ -28,11 +28,20 @@ __global__ void __launch_bounds__(kThreads)
   GroupTerms const group = terms[sample * affine.groups + index / affine.channels_per_group];
   int64_t const base = int64_t(plane) * pixels + begin;
   [[maybe_unused]] float sum = 0.0f;
+  // Of the thread's next values: it goes over them in their order.
+  LineWalk place{};
+  int step_lines = 0, step_columns = 0;
+  if constexpr (kLines) {
+    place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
+    step_lines = kThreads * kVector / lines.columns;
+    step_columns = kThreads * kVector % lines.columns;
+  }
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     auto const result = grad_input_of<kActivate>(
         px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine);
     if constexpr (kLines) {
-      store_in_lines(result, output + plane * lines.plane, int(begin + i * kVector), lines);
+      store_in_lines(result, output + plane * lines.plane, place, lines);
+      place.advance(lines, step_lines, step_columns);
 #pragma unroll
       for (T const& value : result.values) sum += device::to_float(value);
     } else {

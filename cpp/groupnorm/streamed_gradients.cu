@@ -244,7 +244,7 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, float
 #pragma unroll 4
     for (int i = lane * kPiece; i < count; i += kStep) {
       auto const values = Pack<T, kPiece>::load(tile + i);
-      values.store(plane + place.offset(lines));
+      values.store(plane + place.offset);
 #pragma unroll
       for (T const& value : values.values) sum += device::to_float(value);
       place.advance(lines, step_lines, step_columns);

@@ -58,15 +58,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A block for each channel.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_parts(ChannelSums const p, float const* __restrict__ sums, float* __restrict__ totals) {
+    add_parts(ChannelSums const p, float const* __restrict__ sums, T* __restrict__ totals) {
   int64_t const channel = blockIdx.x;
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < p.batch * p.parts; i += kThreads) {
     sum += sums[(i / p.parts * p.channels + channel) * p.parts + i % p.parts];
   }
   sum = device::block_total<kThreads>(sum);
-  if (threadIdx.x == 0) totals[channel] = sum;
+  if (threadIdx.x == 0) totals[channel] = device::from_float<T>(sum);
 }
 
 void check(LinesProblem const& p) {
@@ -97,8 +98,12 @@ void pad_lines(LinesProblem const& p, void const* input, void* output, float* su
   FUSEDCONV_CUDA("pad_lines", cudaGetLastError());
 }
 
-void add_sums(ChannelSums const& p, float const* sums, float* totals, cudaStream_t stream) {
-  add_parts<<<device::checked_grid("add_sums", p.channels), kThreads, 0, stream>>>(p, sums, totals);
+void add_sums(ChannelSums const& p, float const* sums, void* totals, cudaStream_t stream) {
+  dim3 const grid = device::checked_grid("add_sums", p.channels);
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    add_parts<T><<<grid, kThreads, 0, stream>>>(p, sums, static_cast<T*>(totals));
+  });
   FUSEDCONV_CUDA("add_sums", cudaGetLastError());
 }
 

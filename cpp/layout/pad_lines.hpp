@@ -11,11 +11,12 @@
 
 namespace fusedconv::layout {
 
-// Sums of planes in parts, float32 [batch, channels, parts].
+// Sums of planes in parts, float32 [batch, channels, parts], and the type of their totals.
 struct ChannelSums {
   int64_t batch = 0;
   int64_t channels = 0;
   int64_t parts = 0;
+  DType dtype = DType::kFloat32;
 
   int64_t bytes() const { return batch * channels * parts * int64_t(sizeof(float)); }
 };
@@ -35,7 +36,7 @@ struct LinesProblem {
   int64_t sample_bytes() const { return channels * plane_vectors() * 16; }
   // Blocks that share a plane, each of which leaves a sum.
   int64_t splits() const { return std::max<int64_t>(1, ceil_div(plane_vectors(), kSplitVectors)); }
-  ChannelSums sums() const { return {batch, channels, splits()}; }
+  ChannelSums sums() const { return {batch, channels, splits(), dtype}; }
 
  private:
   static constexpr int64_t kSplitVectors = 8192;
@@ -46,7 +47,7 @@ struct LinesProblem {
 void pad_lines(LinesProblem const& problem, void const* input, void* output, float* sums,
                cudaStream_t stream);
 
-// Adds up the parts in a fixed order: totals is float32 [channels].
-void add_sums(ChannelSums const& problem, float const* sums, float* totals, cudaStream_t stream);
+// Adds up the parts in a fixed order: totals is [channels].
+void add_sums(ChannelSums const& problem, float const* sums, void* totals, cudaStream_t stream);
 
 }  // namespace fusedconv::layout

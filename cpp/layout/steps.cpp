@@ -74,7 +74,7 @@ std::vector<Operand> AddSums::operands() const { return {sums_, totals_}; }
 
 void AddSums::run(RunContext const& context, void*) const {
   FUSEDCONV_CHECK(context.samples == problem_.batch, "AddSums: batch: got ", context.samples);
-  add_sums(problem_, context.at<float>(sums_), context.at<float>(totals_), context.stream);
+  add_sums(problem_, context.at<float>(sums_), context.at(totals_), context.stream);
 }
 
 }  // namespace fusedconv::layout

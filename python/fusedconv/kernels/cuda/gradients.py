@@ -15,6 +15,7 @@ from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supp
 from fusedconv.kernels.cuda.program import run_program, supports_device
 from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ActNormAct, BackwardProblem, act_norm_act
 from fusedconv.support import Support
 
@@ -117,7 +118,10 @@ class GroupNormBackward(BackwardKernel):
             lines = {"columns": columns, "pitch": pitch}
         if sums_bias(problem):
             totals = _C.layout.ChannelSums(
-                batch=forward.batch, channels=forward.output_channels, parts=config.plane_sums
+                batch=forward.batch,
+                channels=forward.output_channels,
+                parts=config.plane_sums,
+                dtype=COMPILED_DTYPES[forward.dtype],
             )
             lines["sums"] = program.scratch(0, totals.bytes)
         partials = program.scratch(0, config.partial_bytes)
@@ -309,14 +313,14 @@ class GroupNormBackwardPlan(BackwardPlan):
                 self._shape, self._strides, dtype=x.dtype, device=x.device
             )
 
-        def per_channel(name: str) -> Tensor | None:
+        def per_channel(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if name not in wanted:
                 return None
-            return x.new_empty(self._channels, dtype=torch.float32)
+            return x.new_empty(self._channels, dtype=dtype)
 
         weight, bias = tensors.norm_weight, tensors.norm_bias
         norm_weight, norm_bias = per_channel("norm_weight"), per_channel("norm_bias")
-        conv_bias = None if self._sums_after else per_channel("bias")
+        conv_bias = None if self._sums_after else per_channel("bias", x.dtype)
         run_program(
             self._program,
             self._device,
@@ -336,7 +340,7 @@ class GroupNormBackwardPlan(BackwardPlan):
         )
         if self._sums_after:
             assert grad_input is not None
-            conv_bias = grad_input.sum((0, *range(2, grad_input.dim())), dtype=torch.float32)
+            conv_bias = grad_input.sum((0, *range(2, grad_input.dim())))
         found = Gradients.of_epilogue(self.problem, grad_input, norm_weight, norm_bias)
         return found._replace(bias=conv_bias)
 

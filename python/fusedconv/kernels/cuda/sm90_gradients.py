@@ -49,7 +49,7 @@ CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 class CostConstants:
     """What the estimate of the weight's gradient multiplies, in cycles of a multiprocessor."""
 
-    #: A line of a strip for one filter tap, on the tensor cores.
+    #: A line of a whole strip for one filter tap, on the tensor cores.
     tap: float
     #: A byte that lands in shared memory, where products take less.
     staged_byte: float
@@ -57,8 +57,8 @@ class CostConstants:
     block_lines: float
 
 
-#: Measured on an H200 on both systems' convolutions, 1x1 and 3x3 filters of 28 and 14 squared.
-COSTS = CostConstants(tap=174.0, staged_byte=0.07, block_lines=8.0)
+#: Measured on an H200: both systems' convolutions, and planes of 14 to 56 squared.
+COSTS = CostConstants(tap=174.0, staged_byte=0.07, block_lines=20.0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,7 +170,7 @@ class GradientsSm90(BackwardKernel):
         for support in (
             supports_forward(convolution, device),
             supports_only(device, 90),
-            supports_precision(problem.forward, self.precision),
+            supports_precision(convolution, self.precision),
         ):
             if not support:
                 return support
@@ -211,7 +211,8 @@ class GradientsSm90(BackwardKernel):
             config = self.weight_config(problem, device)
             assert forward.conv is not None
             taps = math.prod(forward.conv.kernel_size[-2:])
-            line = max(taps * costs.tap, config.stage_bytes * costs.staged_byte)
+            tap = costs.tap * config.halves / 2
+            line = max(taps * tap, config.stage_bytes * costs.staged_byte)
             blocks = config.tasks * config.splits
             waves = math.ceil(blocks / max(1, device.multiprocessors))
             lines = waves * (math.ceil(config.steps / config.splits) + costs.block_lines)
@@ -379,7 +380,7 @@ class GradientsSm90Plan(BackwardPlan):
             x = dense(tensors.input, "nchw")
             grad_weight = grad.new_empty(weight.shape)
         if "bias" in wanted:
-            grad_bias = grad.new_empty(forward.output_channels, dtype=torch.float32)
+            grad_bias = grad.new_empty(forward.output_channels)
         slots: list[Tensor | None] = [None] * (GRAD_BIAS + 1)
         slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, last_tap, grad_input
         slots[CONV_INPUT], slots[GRAD_WEIGHT], slots[GRAD_BIAS] = x, grad_weight, grad_bias

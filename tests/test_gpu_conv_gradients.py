@@ -61,7 +61,10 @@ def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
         "kernel": kernel_size,
         "padding": padding,
         "draw": generator.choice((torch.randn, torch.rand)),
-        "grad": generator.choice(("dense", "channels last", "expanded", "sliced")),
+        # Expanded, a strict sum has too few different values to compare errors of.
+        "grad": generator.choice(
+            ("dense", "channels last", "sliced", *([] if strict else ["expanded"]))
+        ),
     }
 
 

@@ -22,6 +22,16 @@ struct Lines {
   }
 };
 
+// So many pixels further: whole lines, and less than one.
+struct LineStep {
+  int lines, pixels;
+
+  static LineStep of(GradientTensors const& tensors, int pixels) {
+    if (tensors.columns == 0) return {};
+    return {pixels / tensors.columns, pixels % tensors.columns};
+  }
+};
+
 // A walk over the pixels of a plane.
 struct LineWalk {
   int column = 0, offset = 0;  // in the line, and in the plane
@@ -29,10 +39,9 @@ struct LineWalk {
   LineWalk() = default;
   __device__ __forceinline__ LineWalk(Lines const& lines, int pixel)
       : column(pixel % lines.columns), offset(pixel / lines.columns * lines.pitch + column) {}
-  // By whole lines, and less than a line's pixels.
-  __device__ __forceinline__ void advance(Lines const& lines, int whole_lines, int pixels) {
-    column += pixels;
-    offset += whole_lines * lines.pitch + pixels;
+  __device__ __forceinline__ void advance(Lines const& lines, LineStep const& step) {
+    column += step.pixels;
+    offset += step.lines * lines.pitch + step.pixels;
     if (column >= lines.columns) {
       column -= lines.columns;
       offset += lines.pitch - lines.columns;
@@ -62,7 +71,7 @@ __device__ __forceinline__ void store_in_lines(device::Pack<T, kCount> const& va
 #pragma unroll
       for (int e = 0; e < kPiece; ++e) part.values[e] = values.values[i + e];
       part.store(plane + walk.offset);
-      walk.advance(lines, 0, kPiece);
+      walk.advance(lines, {0, kPiece});
     }
   });
 }

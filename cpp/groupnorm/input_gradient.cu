@@ -18,7 +18,8 @@ template <class T, int kVector, bool kActivate, bool kLines>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
-                   int64_t split_size, int splits, Lines lines, float* __restrict__ sums) {
+                   int64_t split_size, int splits, Lines lines, LineStep step,
+                   float* __restrict__ sums) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int const sample = plane / affine.channels;
   int const index = plane % affine.channels;
@@ -30,18 +31,13 @@ __global__ void __launch_bounds__(kThreads)
   [[maybe_unused]] float sum = 0.0f;
   // Of the thread's next values: it goes over them in their order.
   LineWalk place{};
-  int step_lines = 0, step_columns = 0;
-  if constexpr (kLines) {
-    place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
-    step_lines = kThreads * kVector / lines.columns;
-    step_columns = kThreads * kVector % lines.columns;
-  }
+  if constexpr (kLines) place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     auto const result = grad_input_of<kActivate>(
         px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine);
     if constexpr (kLines) {
       store_in_lines(result, output + plane * lines.plane, place, lines);
-      place.advance(lines, step_lines, step_columns);
+      place.advance(lines, step);
 #pragma unroll
       for (T const& value : result.values) sum += device::to_float(value);
     } else {
@@ -120,12 +116,12 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
       grad_of_rows<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
           x, g, output, affine, terms, p.pixels, split.size, split.count, map);
     } else {
-      Split const split = split_planes(p);
+      Split const split = split_planes(p, tensors.columns > 0);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
       device::dispatch_bool(tensors.columns > 0, [&](auto lines) {
-        grad_of_planes<T, kVector, kActivate, lines.value>
-            <<<grid, kThreads, 0, stream>>>(x, g, output, affine, terms, p.pixels, split.size,
-                                            split.count, Lines::of(p, tensors), tensors.sums);
+        grad_of_planes<T, kVector, kActivate, lines.value><<<grid, kThreads, 0, stream>>>(
+            x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
+            LineStep::of(tensors, kThreads * kVector), tensors.sums);
       });
     }
   });

@@ -225,7 +225,7 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, float
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kStep = 32 * kPiece;
   int const lane = int(threadIdx.x % 32);
-  int const step_lines = kStep / lines.columns, step_columns = kStep % lines.columns;
+  LineStep const step{kStep / lines.columns, kStep % lines.columns};
   unsigned const planes = s.tiles / s.run_tiles;  // of a unit
   RingCursor cursor;
   uint64_t latest = 0;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, float
       values.store(plane + place.offset);
 #pragma unroll
       for (T const& value : values.values) sum += device::to_float(value);
-      place.advance(lines, step_lines, step_columns);
+      place.advance(lines, step);
     }
     __syncwarp();
     if (lane == 0) device::arrive(&barriers.free[cursor.stage]);

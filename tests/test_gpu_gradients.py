@@ -61,13 +61,13 @@ def serves_gradients(
 
 @pytest.fixture
 def backward(force):
-    """backward(kernel): the gradients through GroupNorm are this kernel's; skips where the device
-    cannot run it."""
+    """backward(kernel, *others): the gradients through GroupNorm are this kernel's; skips where the
+    device cannot run it."""
 
-    def use(kernel: str) -> None:
+    def use(kernel: str, *others: str) -> None:
         if kernel == STREAMED and torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("the kernel runs on compute capability 9.0")
-        force(f"{FORWARD},{kernel}")
+        force(",".join((FORWARD, kernel, *others)))
 
     return use
 
@@ -267,15 +267,12 @@ def conv_operands(dtype: torch.dtype, layout: str) -> list[Tensor]:
 @pytest.mark.parametrize(("kernel", "layout"), PAIRS)
 def test_a_plan_may_mix_providers(kernel, layout, dtype, backward, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    backward(kernel)
+    backward(kernel, "torch_convolution_backward")
     tensors = conv_operands(dtype, layout)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     _, explanation = explained(lambda: convolved(*leaves), gradients=True)
     assert explanation.kernel == f"{kernel} + torch_convolution_backward"
-    assert [parts for parts, _ in explanation.chosen] == [
-        ("epilogue",),
-        ("input", "weight", "bias"),
-    ]
+    assert [parts for parts, _ in explanation.chosen] == [("epilogue", "bias"), ("input", "weight")]
     output = convolved(*tensors)
     grad = torch.randn_like(output)
     poison()

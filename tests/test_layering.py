@@ -73,6 +73,7 @@ USE_COMPILED = {
     "kernels.cuda.program",
     "kernels.cuda.sm80",
     "kernels.cuda.sm90",
+    "kernels.cuda.sm90_gradients",
     "kernels.cuda.sm90_runs",
     "kernels.cuda.taps",
     "kernels.cuda.taps_sm90",

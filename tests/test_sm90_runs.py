@@ -72,6 +72,7 @@ def config(row, *, channels=64, out=64, output=(1, 258, 258), taps=(1, 3), dilat
         ),
         layout=kw.pop("layout", _C.Layout.nchw),
         aligned=kw.pop("aligned", True),
+        padded_lines=kw.pop("padded_lines", False),
         device=kw.pop("device", H200).compiled,
     )
 
@@ -84,7 +85,7 @@ def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
 
 def test_rows_are_named_by_math_and_window():
     names = [row.name for row in rows()]
-    assert len(set(names)) == len(names) == 12
+    assert len(set(names)) == len(names) == 16
     for row in rows():
         assert row.name == "sm90_runs_{}_{}_{}".format(row.math.name, *row.window)
 
@@ -221,6 +222,7 @@ def test_refusals_say_why():
     assert "16 bytes" in config(row, input=(1, 256, 255), lower=(0, 2)).support.reason
     assert "compute capability 9.0" in config(row, **planes, device=KNOWN[80]).support.reason
     assert "exceed the shared memory" in config(row, **planes, taps=(1, 40)).support.reason
+    assert config(row, input=(1, 256, 255), lower=(0, 2), padded_lines=True).support
     half = row_of("tf32", (1, 1))
     with_other_padding = _C.sm90.runs.Config(
         half,

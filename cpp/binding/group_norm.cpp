@@ -75,7 +75,9 @@ void bind_gradient_configs(py::module_& room) {
       .def_readonly("support", &GradientBuffers::support)
       .def_readonly("partial_bytes", &GradientBuffers::partial_bytes)
       .def_readonly("sum_bytes", &GradientBuffers::sum_bytes)
-      .def_readonly("term_bytes", &GradientBuffers::term_bytes);
+      .def_readonly("term_bytes", &GradientBuffers::term_bytes)
+      .def_readonly("plane_sums", &GradientBuffers::plane_sums,
+                    "Parts of a plane in the sums of a gradient in lines.");
   py::class_<GradientConfig, GradientBuffers>(room, "GradientConfig", "Gradients in two passes.");
   py::class_<StreamedGradientConfig, GradientBuffers>(room, "StreamedGradientConfig",
                                                       "Gradients in one pass.")
@@ -103,14 +105,16 @@ void bind_gradients(py::module_& room) {
                                "The input's gradient, and the partial sums.")
       .def(py::init([](StreamedGradientConfig const& config, GroupNormProblem const& problem,
                        Operand input, Operand grad_output, Operand mean, Operand rstd,
-                       Operand weight, Operand bias, Operand grad_input, Operand partials) {
+                       Operand weight, Operand bias, Operand grad_input, int columns, int pitch,
+                       Operand sums, Operand partials) {
              return std::make_shared<StreamedGradients>(
                  config, problem, GradientOperands{input, grad_output, mean, rstd, weight, bias},
-                 grad_input, partials);
+                 GradientResult{grad_input, columns, pitch, sums}, partials);
            }),
            py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("input"),
            py::arg("grad_output"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
-           py::arg("bias"), py::arg("grad_input"), py::arg("partials"));
+           py::arg("bias"), py::arg("grad_input"), py::arg("columns") = 0, py::arg("pitch") = 0,
+           py::arg("sums") = Operand{}, py::arg("partials"));
   StepClass<MergeGradientSums>(room, "MergeGradientSums", "Sums of each channel, terms of a group.")
       .def(py::init<GradientBuffers const&, GroupNormProblem const&, Operand, Operand, Operand,
                     Operand>(),
@@ -120,16 +124,18 @@ void bind_gradients(py::module_& room) {
       .def(py::init<GroupNormProblem const&, Operand, Operand, Operand>(), py::kw_only(),
            py::arg("problem"), py::arg("sums"), py::arg("grad_weight"), py::arg("grad_bias"));
   StepClass<InputGradient>(room, "InputGradient", "The input's gradient.")
-      .def(py::init([](GradientConfig const& config, GroupNormProblem const& problem, Operand input,
-                       Operand grad_output, Operand mean, Operand rstd, Operand weight,
-                       Operand bias, Operand terms, Operand grad_input) {
-             return std::make_shared<InputGradient>(
-                 config, problem, GradientOperands{input, grad_output, mean, rstd, weight, bias},
-                 terms, grad_input);
-           }),
-           py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("input"),
-           py::arg("grad_output"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
-           py::arg("bias"), py::arg("terms"), py::arg("grad_input"));
+      .def(
+          py::init([](GradientConfig const& config, GroupNormProblem const& problem, Operand input,
+                      Operand grad_output, Operand mean, Operand rstd, Operand weight, Operand bias,
+                      Operand terms, Operand grad_input, int columns, int pitch, Operand sums) {
+            return std::make_shared<InputGradient>(
+                config, problem, GradientOperands{input, grad_output, mean, rstd, weight, bias},
+                terms, GradientResult{grad_input, columns, pitch, sums});
+          }),
+          py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("input"),
+          py::arg("grad_output"), py::arg("mean"), py::arg("rstd"), py::arg("weight"),
+          py::arg("bias"), py::arg("terms"), py::arg("grad_input"), py::arg("columns") = 0,
+          py::arg("pitch") = 0, py::arg("sums") = Operand{});
 }
 
 }  // namespace

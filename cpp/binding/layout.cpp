@@ -1,5 +1,6 @@
 // Steps that only move data.
 #include <memory>
+#include <string>
 
 #include "binding/binding.hpp"
 #include "layout/steps.hpp"
@@ -40,6 +41,38 @@ void bind_layout(py::module_& m) {
            py::kw_only(), py::arg("source"), py::arg("padded_c"), py::arg("padded_k"),
            py::arg("dtype"), py::arg("round_tf32"), py::arg("weight"), py::arg("bias"),
            py::arg("filter"), py::arg("packed_bias"));
+  py::class_<ChannelSums>(room, "ChannelSums",
+                          "Sums of planes in parts, for AddSums, and the type of their totals.")
+      .def(py::init([](int64_t batch, int64_t channels, int64_t parts, DType dtype) {
+             return ChannelSums{
+                 .batch = batch, .channels = channels, .parts = parts, .dtype = dtype};
+           }),
+           py::kw_only(), py::arg("batch"), py::arg("channels"), py::arg("parts"), py::arg("dtype"))
+      .def_property_readonly("bytes", &ChannelSums::bytes);
+  py::class_<LinesProblem>(room, "LinesProblem",
+                           "A tensor [batch, channels, lines, columns] whose lines begin at "
+                           "multiples of pitch, and its lines padded to whole 16 bytes.")
+      .def(py::init([](int64_t batch, int64_t channels, int64_t lines, int64_t columns,
+                       int64_t pitch, DType dtype) {
+             return LinesProblem{.batch = batch,
+                                 .channels = channels,
+                                 .lines = lines,
+                                 .columns = columns,
+                                 .pitch = pitch,
+                                 .dtype = dtype};
+           }),
+           py::kw_only(), py::arg("batch"), py::arg("channels"), py::arg("lines"),
+           py::arg("columns"), py::arg("pitch"), py::arg("dtype"))
+      .def_property_readonly("sample_bytes", &LinesProblem::sample_bytes, "Padded.")
+      .def("sums", &LinesProblem::sums, "What PadLines leaves.");
+  py::class_<PadLines, Step, std::shared_ptr<PadLines>>(
+      room, "PadLines", "Lines padded to whole 16 bytes, sums by channel, or both.")
+      .def(py::init<std::string, LinesProblem const&, Operand, Operand, Operand>(), py::arg("name"),
+           py::kw_only(), py::arg("problem"), py::arg("input"), py::arg("output"), py::arg("sums"));
+  py::class_<AddSums, Step, std::shared_ptr<AddSums>>(
+      room, "AddSums", "Totals by channel, [channels], of their parts.")
+      .def(py::init<std::string, ChannelSums const&, Operand, Operand>(), py::arg("name"),
+           py::kw_only(), py::arg("problem"), py::arg("sums"), py::arg("totals"));
 }
 
 }  // namespace fusedconv::binding

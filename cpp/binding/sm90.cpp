@@ -83,7 +83,4 @@ void bind_sm90(py::module_& m) {
   bind_config(room);
   bind_steps(room);
   bind_sm90_runs(room);
-  bind_sm90_taps(room);
-}
-
-}  // namespace fusedconv::binding
+  bind_sm90_wgrad(room);

@@ -35,9 +35,9 @@ void bind_sm90_runs(py::module_& room) {
     return [field](Config const& config) { return config.schedule.*field; };
   };
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, Device const&>(),
+      .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, bool, Device const&>(),
            py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("layout"), py::arg("aligned"),
-           py::arg("device"))
+           py::arg("padded_lines") = false, py::arg("device"))
       .def_property_readonly(
           "row", [](Config const& config) -> Row const& { return *config.row; },
           py::return_value_policy::reference)

@@ -22,7 +22,9 @@ namespace fusedconv::groupnorm {
 
 // input, grad_output and grad_input are dense in the problem's layout and dtype; mean and rstd are
 // the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
-// activation.
+// activation. Channels first, grad_input may lie in lines of so many columns, which begin at
+// multiples of pitch; pixels are whole lines, addresses multiples of 16 bytes. Its sums by channel
+// are then left in parts, [batch, channels, GradientBuffers::plane_sums], unless sums is null.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;
@@ -31,6 +33,9 @@ struct GradientTensors {
   void const* weight = nullptr;
   void const* bias = nullptr;
   void* grad_input = nullptr;
+  int columns = 0;  // 0: dense
+  int pitch = 0;
+  float* sums = nullptr;
 };
 
 // sum(g) and sum(g xhat).
@@ -46,7 +51,8 @@ struct GroupTerms {
 // [sample, partial, channel]; their totals, [sample, channel]; the terms, [sample, group].
 struct GradientBuffers {
   Support support;
-  int partials = 0;  // of a channel of a sample
+  int partials = 0;    // of a channel of a sample
+  int plane_sums = 0;  // of the gradient in lines
   int64_t partial_bytes = 0;
   int64_t sum_bytes = 0;
   int64_t term_bytes = 0;

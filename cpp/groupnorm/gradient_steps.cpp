@@ -14,19 +14,44 @@ std::vector<Operand> all_of(GradientOperands const& o, std::initializer_list<Ope
 }
 
 GradientTensors tensors_of(RunContext const& context, GradientOperands const& o,
-                           Operand grad_input = {}) {
+                           GradientResult const& result = {}) {
   return {.input = context.at(o.input),
           .grad_output = context.at(o.grad_output),
           .mean = context.at<float>(o.mean),
           .rstd = context.at<float>(o.rstd),
           .weight = context.at(o.weight),
           .bias = context.at(o.bias),
-          .grad_input = context.at(grad_input)};
+          .grad_input = context.at(result.grad_input),
+          .columns = result.columns,
+          .pitch = result.pitch,
+          .sums = context.at<float>(result.sums)};
 }
 
 // In the order in which the gradient passes through them.
 std::string passed_through(GroupNormProblem const& p) {
   return join_parts(" + ", {step_name(p.activation_after), "norm", step_name(p.activation_before)});
+}
+
+GradientResult const& checked(GradientResult const& result, GroupNormProblem const& p) {
+  if (result.columns != 0) {
+    FUSEDCONV_CHECK(result.columns > 0 && p.pixels % result.columns == 0, "columns: got ",
+                    result.columns, " for planes of ", p.pixels);
+    FUSEDCONV_CHECK(result.pitch >= result.columns, "pitch: got ", result.pitch, " for ",
+                    result.columns, " columns");
+    FUSEDCONV_CHECK(p.pixels / result.columns * result.pitch < int64_t(1) << 31, "pitch: got ",
+                    result.pitch, " for planes of ", p.pixels);
+    FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, "columns: got ", result.columns,
+                    " for a tensor that is channels last");
+  }
+  FUSEDCONV_CHECK(result.columns != 0 || !result.sums.present(), "sums: got some without columns");
+  return result;
+}
+
+std::string described(GradientResult const& result) {
+  return detail::join(result.columns != result.pitch
+                          ? detail::join(", lines of ", result.columns, " padded to ", result.pitch)
+                          : "",
+                      result.sums.present() ? ", + sums by channel" : "");
 }
 
 void check_whole(char const* step, GroupNormProblem const& p, RunContext const& context) {
@@ -56,30 +81,30 @@ void GradientSums::run(RunContext const& context, void*) const {
 
 StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
                                      GroupNormProblem const& problem,
-                                     GradientOperands const& operands, Operand grad_input,
+                                     GradientOperands const& operands, GradientResult const& result,
                                      Operand partials)
     : config_(config),
       problem_(problem),
       operands_(operands),
-      grad_input_(grad_input),
+      result_(checked(result, problem)),
       partials_(partials) {
   check_supported("StreamedGradients", config.support);
 }
 
 std::string StreamedGradients::describe() const {
   return detail::join("gradient through ", passed_through(problem_), " in one pass (",
-                      place_of(config_.streamed), ")");
+                      place_of(config_.streamed), ")", described(result_));
 }
 
 std::vector<Operand> StreamedGradients::operands() const {
-  return all_of(operands_, {grad_input_, partials_});
+  return all_of(operands_, {result_.grad_input, result_.sums, partials_});
 }
 
 int64_t StreamedGradients::workspace_bytes(int64_t) const { return config_.streamed.words_bytes(); }
 
 void StreamedGradients::run(RunContext const& context, void* workspace) const {
   check_whole("StreamedGradients", problem_, context);
-  streamed_gradients(config_, problem_, tensors_of(context, operands_, grad_input_),
+  streamed_gradients(config_, problem_, tensors_of(context, operands_, result_),
                      context.at<GradientSum>(partials_), workspace, context.stream);
 }
 
@@ -130,24 +155,25 @@ void AffineGradients::run(RunContext const& context, void*) const {
 }
 
 InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,
-                             GradientOperands const& operands, Operand terms, Operand grad_input)
-    : problem_(problem), operands_(operands), terms_(terms), grad_input_(grad_input) {
+                             GradientOperands const& operands, Operand terms,
+                             GradientResult const& result)
+    : problem_(problem), operands_(operands), terms_(terms), result_(checked(result, problem)) {
   check_supported("InputGradient", config.support);
 }
 
 std::string InputGradient::describe() const {
   return detail::join("gradient through ", passed_through(problem_), " (",
-                      name_of(problem_.input_layout), ")");
+                      name_of(problem_.input_layout), ")", described(result_));
 }
 
 std::vector<Operand> InputGradient::operands() const {
-  return all_of(operands_, {terms_, grad_input_});
+  return all_of(operands_, {terms_, result_.grad_input, result_.sums});
 }
 
 void InputGradient::run(RunContext const& context, void*) const {
   check_whole("InputGradient", problem_, context);
-  input_gradient(problem_, tensors_of(context, operands_, grad_input_),
-                 context.at<GroupTerms>(terms_), context.stream);
+  input_gradient(problem_, tensors_of(context, operands_, result_), context.at<GroupTerms>(terms_),
+                 context.stream);
 }
 
 }  // namespace fusedconv::groupnorm

@@ -17,6 +17,15 @@ struct GradientOperands {
   Operand input, grad_output, mean, rstd, weight, bias;
 };
 
+// The input's gradient: dense, or in lines of so many columns at a pitch, in elements, and then its
+// sums by channel, which may be absent: see GradientTensors.
+struct GradientResult {
+  Operand grad_input;
+  int columns = 0;
+  int pitch = 0;
+  Operand sums;
+};
+
 // Partial sums for MergeGradientSums.
 class GradientSums final : public Step {
  public:
@@ -37,7 +46,8 @@ class GradientSums final : public Step {
 class StreamedGradients final : public Step {
  public:
   StreamedGradients(StreamedGradientConfig const& config, GroupNormProblem const& problem,
-                    GradientOperands const& operands, Operand grad_input, Operand partials);
+                    GradientOperands const& operands, GradientResult const& result,
+                    Operand partials);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -48,7 +58,8 @@ class StreamedGradients final : public Step {
   StreamedGradientConfig config_;
   GroupNormProblem problem_;
   GradientOperands operands_;
-  Operand grad_input_, partials_;
+  GradientResult result_;
+  Operand partials_;
 };
 
 // Sums for AffineGradients and terms for InputGradient, of either config's partial sums.
@@ -85,7 +96,7 @@ class AffineGradients final : public Step {
 class InputGradient final : public Step {
  public:
   InputGradient(GradientConfig const& config, GroupNormProblem const& problem,
-                GradientOperands const& operands, Operand terms, Operand grad_input);
+                GradientOperands const& operands, Operand terms, GradientResult const& result);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -94,7 +105,8 @@ class InputGradient final : public Step {
  private:
   GroupNormProblem problem_;
   GradientOperands operands_;
-  Operand terms_, grad_input_;
+  Operand terms_;
+  GradientResult result_;
 };
 
 }  // namespace fusedconv::groupnorm

@@ -216,6 +216,7 @@ GradientConfig gradient_sums_config(GroupNormProblem const& p) {
     config.support = Support::no(detail::join("batch x channels is ", p.batch * p.channels));
   } else {
     config.set_sizes(p, split_gradients(p).count);
+    config.plane_sums = split_planes(p, true).count;
   }
   return config;
 }

@@ -1,8 +1,10 @@
 #include "cuda/math.hpp"
+#include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/gradient.hpp"
 #include "groupnorm/gradient_device.hpp"
+#include "groupnorm/gradient_lines.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/partition.hpp"
 
@@ -11,12 +13,13 @@ namespace {
 
 using device::Pack;
 
-// Channels first. Block (split, plane).
-template <class T, int kVector, bool kActivate>
+// Channels first. Block (split, plane). kLines: the output lies in lines, which are summed.
+template <class T, int kVector, bool kActivate, bool kLines>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
-                   int64_t split_size, int splits) {
+                   int64_t split_size, int splits, Lines lines, LineStep step,
+                   float* __restrict__ sums) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int const sample = plane / affine.channels;
   int const index = plane % affine.channels;
@@ -25,10 +28,21 @@ __global__ void __launch_bounds__(kThreads)
   auto const channel = Channel::of(affine, sample, index);
   GroupTerms const group = terms[sample * affine.groups + index / affine.channels_per_group];
   int64_t const base = int64_t(plane) * pixels + begin;
+  [[maybe_unused]] float sum = 0.0f;
+  // Of the thread's next values: it goes over them in their order.
+  LineWalk place{};
+  if constexpr (kLines) place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
-    grad_input_of<kActivate>(
-        px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine)
-        .store(output + base + i * kVector);
+    auto const result = grad_input_of<kActivate>(
+        px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine);
+    if constexpr (kLines) {
+      store_in_lines(result, output + plane * lines.plane, place, lines);
+      place.advance(lines, step);
+#pragma unroll
+      for (T const& value : result.values) sum += device::to_float(value);
+    } else {
+      result.store(output + base + i * kVector);
+    }
   };
   constexpr int kAhead = 2;
   int64_t i = threadIdx.x;
@@ -46,6 +60,11 @@ __global__ void __launch_bounds__(kThreads)
   for (; i < vectors; i += kThreads) {
     put(i, Pack<T, kVector>::load(input + base + i * kVector),
         Pack<T, kVector>::load(grad + base + i * kVector));
+  }
+  if constexpr (kLines) {
+    if (sums == nullptr) return;
+    sum = device::block_total<kThreads>(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
   }
 }
 
@@ -89,16 +108,21 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   dispatch_gradient_vector<T>(p, tensors, [&](auto vector) {
     constexpr int kVector = vector.value;
     if (p.input_layout == Layout::kChannelsLast) {
+      FUSEDCONV_CHECK(tensors.columns == 0, "input_gradient: columns: got ", tensors.columns,
+                      " for a tensor that is channels last");
       Split const split = split_gradients(p);
       RowMap const map = RowMap::of(p.channels, kVector);
       dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
       grad_of_rows<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
           x, g, output, affine, terms, p.pixels, split.size, split.count, map);
     } else {
-      Split const split = split_run(p.pixels, sizeof(T), 16 / sizeof(T), kRunBytes);
+      Split const split = split_planes(p, tensors.columns > 0);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
-      grad_of_planes<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
-          x, g, output, affine, terms, p.pixels, split.size, split.count);
+      device::dispatch_bool(tensors.columns > 0, [&](auto lines) {
+        grad_of_planes<T, kVector, kActivate, lines.value><<<grid, kThreads, 0, stream>>>(
+            x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
+            LineStep::of(tensors, kThreads * kVector), tensors.sums);
+      });
     }
   });
   FUSEDCONV_CUDA("input_gradient", cudaGetLastError());

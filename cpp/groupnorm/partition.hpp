@@ -16,6 +16,8 @@ inline constexpr int64_t kSplitBytes = 128 << 10;  // of a run, per block
 // lies close together in memory, which is worth a third of the rate of blocks with runs of 128 KiB
 // (4.0 against 3.1 TB/s on an H200).
 inline constexpr int64_t kRunBytes = 8 << 10;
+// The same where a block has more to prepare and sums up in the end.
+inline constexpr int64_t kLinesRunBytes = 32 << 10;
 
 // How a block covers a channels-last tensor: `columns` threads side by side, each kVector channels,
 // and `rows` rows of channels at a time.
@@ -49,6 +51,12 @@ inline Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple
 // depend on how a batch is cut.
 inline Split split_rows(GroupNormProblem const& p) {
   return split_run(p.pixels, p.input_row_channels() * size_of(p.dtype), 1);
+}
+
+// Of a plane, in a pass that reads it and writes it, dense or in lines.
+inline Split split_planes(GroupNormProblem const& p, bool lines) {
+  int64_t const bytes = size_of(p.dtype);
+  return split_run(p.pixels, bytes, 16 / bytes, lines ? kLinesRunBytes : kRunBytes);
 }
 
 // Of a plane, or of rows of channels.

@@ -2,10 +2,12 @@
 #include "groupnorm/streamed_gradients.hpp"
 
 #include "cuda/math.hpp"
+#include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/gradient_device.hpp"
+#include "groupnorm/gradient_lines.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/stream_device.hpp"
 
@@ -214,11 +216,52 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
   }
 }
 
+// One warp stores the results line by line, no faster than store_tiles() does, and leaves the sum
+// of each tile: what kPiece neighbours have in common with lines is dispatch_piece()'s.
+template <class T, int kPiece>
+__device__ __forceinline__ void store_lines(T* output, Lines const& lines, float* sums,
+                                            Stream const& s, device_stream::Barriers& barriers,
+                                            unsigned char const* ring) {
+  constexpr int kVector = 16 / sizeof(T);
+  constexpr int kStep = 32 * kPiece;
+  int const lane = int(threadIdx.x % 32);
+  LineStep const step{kStep / lines.columns, kStep % lines.columns};
+  unsigned const planes = s.tiles / s.run_tiles;  // of a unit
+  RingCursor cursor;
+  uint64_t latest = 0;
+  for (Walk walk(s); walk.valid(s); walk.advance(s), cursor.advance(s.stages)) {
+    device::wait(&barriers.done[cursor.stage], cursor.parity);
+    while (device_stream::nanoseconds() - latest < s.pace) {
+    }
+    latest = device_stream::nanoseconds();
+    Extent const extent = Extent::of(s, walk.tile);
+    int const first = int(extent.first - extent.run * s.run_vectors) * kVector;
+    int const count = int(extent.vectors) * kVector;
+    auto const* const tile = reinterpret_cast<T const*>(ring + cursor.stage * kStageBytes);
+    T* const plane = output + (int64_t(walk.unit) * planes + extent.run) * lines.plane;
+    LineWalk place(lines, first + lane * kPiece);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = lane * kPiece; i < count; i += kStep) {
+      auto const values = Pack<T, kPiece>::load(tile + i);
+      values.store(plane + place.offset);
+#pragma unroll
+      for (T const& value : values.values) sum += device::to_float(value);
+      place.advance(lines, step);
+    }
+    __syncwarp();
+    if (lane == 0) device::arrive(&barriers.free[cursor.stage]);
+    if (sums == nullptr) continue;
+    sum = device::warp_total(sum);
+    if (lane == 0) sums[int64_t(walk.unit) * s.tiles + walk.tile] = sum;
+  }
+}
+
 template <class T, bool kActivate>
 __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     gradients_stream(uint4 const* input, uint4 const* grad, uint4* output, GradientAffine affine,
-                     float2* __restrict__ partials, uint64_t* words, Stream stream,
-                     float elements) {
+                     float2* __restrict__ partials, uint64_t* words, Stream stream, float elements,
+                     Lines lines, float* sums) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ GradientShared shared;
@@ -236,6 +279,11 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     merge_units(stream, elements, shared, words);
   } else if (thread == 2 * kWorkers + 32) {
     device_stream::load_tiles<kStreamedTensors>({input, grad}, stream, shared.barriers, ring);
+  } else if (thread >= 2 * kWorkers + 64 && lines.columns > 0) {
+    dispatch_piece(lines, [&](auto piece) {
+      store_lines<T, decltype(piece)::value>(reinterpret_cast<T*>(output), lines, sums, stream,
+                                             shared.barriers, ring);
+    });
   } else if (thread == 2 * kWorkers + 64) {
     device_stream::store_tiles(output, stream, shared.barriers, ring);
   }
@@ -253,7 +301,10 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   GradientAffine affine = gradient_affine_of(p, tensors);
   Stream s = config.stream;
   float elements = float(p.group_size());
-  void* arguments[] = {&input, &grad, &output, &affine, &partials, &words, &s, &elements};
+  Lines lines = Lines::of(p, tensors);
+  float* sums = tensors.sums;
+  void* arguments[] = {&input, &grad, &output,   &affine, &partials,
+                       &words, &s,    &elements, &lines,  &sums};
   device_stream::launch("streamed_gradients", gradients_stream<T, kActivate>, kThreadsPerBlock,
                         config, arguments, stream);
 }

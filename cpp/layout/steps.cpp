@@ -1,5 +1,7 @@
 #include "layout/steps.hpp"
 
+#include <utility>
+
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::layout {
@@ -39,6 +41,40 @@ std::vector<Operand> PackFilter::operands() const {
 void PackFilter::run(RunContext const& context, void*) const {
   pack_filter(problem_, context.at(weight_), context.at(bias_), context.at(filter_),
               context.at(packed_bias_), context.stream);
+}
+
+PadLines::PadLines(std::string name, LinesProblem const& problem, Operand input, Operand output,
+                   Operand sums)
+    : name_(std::move(name)), problem_(problem), input_(input), output_(output), sums_(sums) {
+  FUSEDCONV_CHECK(output.present() || sums.present(), "PadLines: got neither output nor sums");
+}
+
+std::string PadLines::describe() const {
+  if (!output_.present()) return detail::join("sums of ", name_, " by channel");
+  return detail::join("pad ", name_, ", lines of ", problem_.columns, " to ",
+                      problem_.line_vectors() * 16 / size_of(problem_.dtype),
+                      sums_.present() ? ", + sums by channel" : "");
+}
+
+std::vector<Operand> PadLines::operands() const { return {input_, output_, sums_}; }
+
+void PadLines::run(RunContext const& context, void*) const {
+  LinesProblem problem = problem_;
+  problem.batch = context.samples;
+  pad_lines(problem, context.at(input_), context.at(output_), context.at<float>(sums_),
+            context.stream);
+}
+
+AddSums::AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals)
+    : name_(std::move(name)), problem_(problem), sums_(sums), totals_(totals) {}
+
+std::string AddSums::describe() const { return name_; }
+
+std::vector<Operand> AddSums::operands() const { return {sums_, totals_}; }
+
+void AddSums::run(RunContext const& context, void*) const {
+  FUSEDCONV_CHECK(context.samples == problem_.batch, "AddSums: batch: got ", context.samples);
+  add_sums(problem_, context.at<float>(sums_), context.at(totals_), context.stream);
 }
 
 }  // namespace fusedconv::layout

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layout/layout.hpp"
+#include "layout/pad_lines.hpp"
 #include "program/step.hpp"
 
 namespace fusedconv::layout {
@@ -37,6 +38,37 @@ class PackFilter final : public Step {
  private:
   PackedFilterProblem problem_;
   Operand weight_, bias_, filter_, packed_bias_;
+};
+
+// problem.batch is the run's. output or sums may be absent; sums is for AddSums, problem.sums().
+class PadLines final : public Step {
+ public:
+  PadLines(std::string name, LinesProblem const& problem, Operand input, Operand output,
+           Operand sums);
+
+  std::string describe() const override;
+  std::vector<Operand> operands() const override;
+  void run(RunContext const& context, void* workspace) const override;
+
+ private:
+  std::string name_;  // of what is padded, for a person
+  LinesProblem problem_;
+  Operand input_, output_, sums_;
+};
+
+// Of the whole batch, problem.batch.
+class AddSums final : public Step {
+ public:
+  AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals);
+
+  std::string describe() const override;
+  std::vector<Operand> operands() const override;
+  void run(RunContext const& context, void* workspace) const override;
+
+ private:
+  std::string name_;  // of the totals, for a person
+  ChannelSums problem_;
+  Operand sums_, totals_;
 };
 
 }  // namespace fusedconv::layout

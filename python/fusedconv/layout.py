@@ -28,6 +28,29 @@ def dense_strides(shape: Sequence[int], layout: str) -> tuple[int, ...]:
     return tuple(strides)
 
 
+#: What lines, the runs along the last axis, begin at multiples of where tensor copies read them.
+LINE_BYTES = 16
+
+
+def line_pitch(columns: int, dtype: torch.dtype) -> int:
+    """Elements from one padded line to the next."""
+    unit = LINE_BYTES // dtype.itemsize
+    return -(-columns // unit) * unit
+
+
+def line_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Strides of an NCHW tensor that is dense but for padded lines."""
+    return dense_strides((*shape[:-1], line_pitch(shape[-1], dtype)), "nchw")
+
+
+def lies_in_lines(tensor: Tensor) -> bool:
+    """Whether a tensor is NCHW, dense but for padded lines, at a multiple of LINE_BYTES."""
+    return (
+        tensor.stride() == line_strides(tensor.shape, tensor.dtype)
+        and tensor.data_ptr() % LINE_BYTES == 0
+    )
+
+
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
     """Which dense layout the strides are, "strided" for any other; axes of extent 1 do not matter,
     and what is both is "nchw"."""

@@ -119,6 +119,19 @@ class ForwardPlan(Plan):
 class BackwardPlan(Plan):
     """A plan of a backward pass or of some of its parts."""
 
+    #: Whether it pads the lines of the convolution's output gradient, unless they come padded
+    #: (``fusedconv.layout.line_strides``).
+    pads_lines: bool = False
+
+    def give_padded_lines(self) -> bool:
+        """Asks for padded lines where the plan computes the gradient of the convolution's output;
+        whether it then gives them."""
+        return False
+
+    def take_padded_lines(self) -> None:
+        """Says that the gradient of the convolution's output comes with padded lines."""
+        return
+
     @abstractmethod
     def run(self, tensors: BackwardTensors) -> Gradients:
         """Computes the problem's gradients from tensors of its shapes, strides and dtypes."""
@@ -128,6 +141,11 @@ class JoinedPlan(BackwardPlan):
     """Plans of a backward pass's parts, one after another; providers may differ."""
 
     def __init__(self, plans: Sequence[BackwardPlan]) -> None:
+        if any(plan.pads_lines for plan in plans) and any(
+            plan.give_padded_lines() for plan in plans
+        ):
+            for plan in plans:
+                plan.take_padded_lines()
         self.plans = tuple(plans)
         self.kernel = " + ".join(plan.kernel for plan in plans)
         self.steps = tuple(step for plan in plans for step in plan.steps)

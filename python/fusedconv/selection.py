@@ -246,7 +246,9 @@ def _compiled(choice: Choice, device: Device) -> list[Plan]:
     return plans
 
 
-def _joined(plans: Sequence[Plan]) -> JoinedPlan:
+def _joined(plans: Sequence[Plan]) -> Plan:
+    if len(plans) == 1:
+        return plans[0]
     return JoinedPlan([plan for plan in plans if isinstance(plan, BackwardPlan)])
 
 
@@ -274,7 +276,7 @@ def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> A
     if plan is None:
         choice = choose(problem, device, forced)
         plans = _compiled(choice, device)
-        plan = plans[0] if len(plans) == 1 else _joined(plans)
+        plan = _joined(plans)
         _plans.put(own_key, plan)
         for (piece, _), part in zip(choice.chosen, plans, strict=True):
             if part.is_reference:
@@ -385,7 +387,7 @@ def explain_problem(problem: Problem, device: Device) -> Explanation:
         kernel=" + ".join(kernel.name for kernel in kernels),
         provider=" + ".join(dict.fromkeys(kernel.provider for kernel in kernels)),
         cost=choice.cost,
-        steps=tuple(step for plan in _compiled(choice, device) for step in plan.steps),
+        steps=_joined(_compiled(choice, device)).steps,
         chosen=tuple((piece.parts, candidate) for piece, candidate in choice.chosen),
         candidates=tuple(
             (part, tuple(known.candidates(_restricted(problem, (part,)), device)))

@@ -38,15 +38,18 @@ int counted_tiles(ConvolveArguments<Config> const& a, int64_t tiles_per_sample) 
 }
 
 template <class Config>
-void check_launch(ConvolveArguments<Config> const& a, char const* where, cudaError_t status) {
+void check_launch(Config const& config, int batch, char const* where, cudaError_t status) {
   if (status == cudaSuccess) return;
-  Config const& config = a.config;
   ConvProblem const& c = config.problem;
   throw KernelFailure(detail::join(
       config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-      cudaGetErrorString(status), ") for N=", a.batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x",
-      c.h, "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
+      cudaGetErrorString(status), ") for N=", batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x", c.h,
+      "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
       config.schedule.shared_bytes, " bytes of shared memory"));
+}
+template <class Config>
+void check_launch(ConvolveArguments<Config> const& a, char const* where, cudaError_t status) {
+  check_launch(a.config, a.batch, where, status);
 }
 
 }  // namespace fusedconv::conv::sm90

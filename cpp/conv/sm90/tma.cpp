@@ -41,7 +41,7 @@ CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::s
   CUtensorMap map;
   CUresult const status = tensor_map_encoder()(
       &map, data_type(math), 5, const_cast<void*>(input), axes.extents.data(), axes.strides.data(),
-      axes.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      axes.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, axes.swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw KernelFailure(detail::join(row, ": cuTensorMapEncodeTiled failed with ", int(status),

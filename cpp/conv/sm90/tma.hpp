@@ -17,6 +17,7 @@ struct MapAxes {
   std::array<cuuint64_t, 5> extents;
   std::array<cuuint64_t, 4> strides;
   std::array<cuuint32_t, 5> box;
+  CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
 };
 
 // Throws KernelFailure, which names the row and the problem. Copies round to TF32 on the way where

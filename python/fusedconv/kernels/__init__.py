@@ -9,6 +9,7 @@ from fusedconv.kernels.cuda import (
     group_norm,
     sm80,
     sm90,
+    sm90_gradients,
     sm90_runs,
     taps,
     taps_sm90,
@@ -29,6 +30,7 @@ def built_in() -> list[Kernel]:
         taps,
         taps_sm90,
         direct,
+        sm90_gradients,
         group_norm,
         gradients,
     )

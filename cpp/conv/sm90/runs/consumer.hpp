@@ -15,16 +15,10 @@
 #include "conv/sm90/runs/operand.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
+#include "conv/sm90/wgmma.hpp"
 #include "cuda/async.hpp"
 
 namespace fusedconv::conv::sm90::runs {
-
-template <class Mma, int... kIndex>
-__device__ __forceinline__ void multiply(uint32_t const (&a)[4], uint64_t b,
-                                         float (&sum)[sizeof...(kIndex)], gmma::ScaleOut scale,
-                                         std::integer_sequence<int, kIndex...>) {
-  Mma::fma(a[0], a[1], a[2], a[3], b, sum[kIndex]..., scale);
-}
 
 // In a register: the compiler would read it from the parameters again wherever it is used, with an
 // index that is not known before.

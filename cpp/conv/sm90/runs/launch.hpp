@@ -56,11 +56,12 @@ void append_row(std::vector<Row>& rows) {
                   .launch = &launch<kMath, kBefore, kAfter>});
 }
 
-// A row for each window: no padding, half of a filter's row, and one column.
+// A row for each window: no padding, half of a filter's row, all of it, and one column.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 2, 0>(rows);
   append_row<kMath, 1, 1>(rows);
+  append_row<kMath, 0, 2>(rows);
   append_row<kMath, 0, 0>(rows);
 }
 

@@ -15,10 +15,12 @@ std::vector<Row> const& rows() {
 }
 
 Config::Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned,
-               Device const& device)
+               bool padded_lines, Device const& device)
     : row(&row),
       problem(problem),
       multiprocessors(device.multiprocessors),
-      schedule(schedule_of(problem, row.math, row.window, layout, aligned, device)) {}
+      line(padded_lines ? round_up(problem.w, 16 / traits_of(row.math).element_bytes())
+                        : problem.w),
+      schedule(schedule_of(problem, row.math, row.window, layout, aligned, padded_lines, device)) {}
 
 }  // namespace fusedconv::conv::sm90::runs

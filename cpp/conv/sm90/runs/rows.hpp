@@ -42,10 +42,12 @@ struct Config {
   Row const* row;  // of rows()
   ConvProblem problem;
   int multiprocessors;
+  int64_t line;  // elements from one line of the input to the next
   Schedule schedule;
 
-  // layout: of the input; aligned: its address is a multiple of 16 bytes.
-  Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned,
+  // layout: of the input; aligned: its address is a multiple of 16 bytes; padded_lines: its lines
+  // are padded to the next multiple of 16 bytes.
+  Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned, bool padded_lines,
          Device const& device);
 
   // How the input is read, for a person.

@@ -127,7 +127,7 @@ double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, i
 }  // namespace
 
 Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layout layout,
-                     bool aligned, Device const& device) {
+                     bool aligned, bool padded_lines, Device const& device) {
   if (device.architecture != kArchitecture) {
     return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
                                 kArchitecture % 10, ", the device has ", device.architecture / 10,
@@ -145,7 +145,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
                                 " after an output's, not ", taken.before, " and ", taken.after));
   }
   int const element = traits_of(math).element_bytes();
-  if (!aligned || int64_t(p.w) * element % 16 != 0) {
+  if (!aligned || (!padded_lines && int64_t(p.w) * element % 16 != 0)) {
     return refused(detail::join("the input's rows are no multiples of 16 bytes: ", p.w, " times ",
                                 element, aligned ? "" : ", or its address is none"));
   }

@@ -84,8 +84,9 @@ struct Schedule {
   int64_t block_filter_bytes() const { return int64_t(k_iterations) * filter_stage_bytes; }
 };
 
-// aligned: the input's address is a multiple of 16 bytes.
+// aligned: the input's address is a multiple of 16 bytes; padded_lines: so is the distance from one
+// of its lines to the next, whatever their width.
 Schedule schedule_of(ConvProblem const& problem, Math math, Window const& window, Layout layout,
-                     bool aligned, Device const& device);
+                     bool aligned, bool padded_lines, Device const& device);
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -10,7 +10,8 @@ CUtensorMap input_map(Arguments const& a, Tiling const& tiling) {
   int const element = a.config.traits().element_bytes();
   auto const channels = cuuint64_t(c.c), batch = cuuint64_t(a.batch);
   auto const w = cuuint64_t(c.w), h = cuuint64_t(c.h), d = cuuint64_t(c.d);
-  cuuint64_t const line = w * element, plane = line * h, channel = plane * d;
+  cuuint64_t const line = cuuint64_t(a.config.line) * element, plane = line * h,
+                   channel = plane * d;
   MapAxes axes{};
   axes.extents = {w, channels, h, d, batch};
   axes.strides = {channel, line, plane, channel * channels};

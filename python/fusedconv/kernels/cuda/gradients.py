@@ -13,8 +13,9 @@ from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
 from fusedconv.kernels.cuda.program import run_program, supports_device
-from fusedconv.layout import dense, dense_strides
+from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ActNormAct, BackwardProblem, act_norm_act
 from fusedconv.support import Support
 
@@ -29,7 +30,8 @@ from fusedconv.support import Support
     GRAD_INPUT,
     GRAD_NORM_WEIGHT,
     GRAD_NORM_BIAS,
-) = range(9)
+    GRAD_BIAS,
+) = range(10)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,18 +55,25 @@ def wants_input(problem: BackwardProblem) -> bool:
     return bool(problem.gradients & {"conv_output", "input"})
 
 
+def sums_bias(problem: BackwardProblem) -> bool:
+    """Whether the gradient of the convolution's bias is summed on the way; channels last torch sums
+    it."""
+    return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
+
+
 class GroupNormBackward(BackwardKernel):
     """What both ways have in common."""
 
     provider = "groupnorm_cuda"
-    computes = frozenset({"epilogue"})
+    computes = frozenset({"epilogue", "bias"})
 
     def _config(self, problem: BackwardProblem, device: Device) -> Any:
         """How the sums are taken; its ``support`` says why they cannot."""
         raise NotImplementedError
 
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
-        """Appends what leaves the partial sums and the gradient of the input."""
+        """Appends what leaves the partial sums and the gradient of the input, in ``lines`` where
+        the operands have any."""
         raise NotImplementedError
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
@@ -73,6 +82,8 @@ class GroupNormBackward(BackwardKernel):
             return support
         if problem.forward.norm is None:
             return Support.no("computes gradients of GroupNorm; the problem has none")
+        if "epilogue" not in problem.parts:
+            return Support.no("sums the bias's gradient beside the epilogue's only")
         if "residual" in problem.gradients:
             return Support.no("computes no gradient of a residual")
         if problem.grad_dtype != problem.forward.dtype:
@@ -85,7 +96,9 @@ class GroupNormBackward(BackwardKernel):
     def compile(self, problem: BackwardProblem, device: Device) -> GroupNormBackwardPlan:
         return GroupNormBackwardPlan(self, problem, device)
 
-    def build(self, problem: BackwardProblem, device: Device) -> _C.Program:
+    def build(
+        self, problem: BackwardProblem, device: Device, *, padded_lines: bool = False
+    ) -> _C.Program:
         """The program over tensors in the order of the slots."""
         forward = problem.forward
         program = _C.Program(device.index, forward.batch, 0)
@@ -97,6 +110,20 @@ class GroupNormBackward(BackwardKernel):
         sample = elements * forward.dtype.itemsize
         groups = 4 * norm.groups(forward.output_channels)
         absent = _C.Operand()
+        totals = None
+        lines: dict[str, Any] = {}
+        if padded_lines or sums_bias(problem):
+            columns = forward.output_spatial[-1]
+            pitch = line_pitch(columns, forward.dtype) if padded_lines else columns
+            lines = {"columns": columns, "pitch": pitch}
+        if sums_bias(problem):
+            totals = _C.layout.ChannelSums(
+                batch=forward.batch,
+                channels=forward.output_channels,
+                parts=config.plane_sums,
+                dtype=COMPILED_DTYPES[forward.dtype],
+            )
+            lines["sums"] = program.scratch(0, totals.bytes)
         partials = program.scratch(0, config.partial_bytes)
         sums = program.scratch(0, config.sum_bytes)
         terms = program.scratch(0, config.term_bytes)
@@ -123,8 +150,18 @@ class GroupNormBackward(BackwardKernel):
                 if "norm_weight" in wanted
                 else absent,
                 "grad_bias": program.tensor(GRAD_NORM_BIAS, 0) if "norm_bias" in wanted else absent,
+                "lines": lines,
             },
         )
+        if totals is not None:
+            program.per_chunk(
+                _C.layout.AddSums(
+                    "gradient of bias",
+                    problem=totals,
+                    sums=lines["sums"],
+                    totals=program.tensor(GRAD_BIAS, 0),
+                )
+            )
         return program
 
 
@@ -141,6 +178,10 @@ def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
         )
 
 
+#: Of torch's sum by channel, channels last.
+_SUM_PASSES = 2.0
+
+
 def _milliseconds(
     problem: BackwardProblem, device: Device, launches: float, passes: float, cycles: float
 ) -> float:
@@ -151,6 +192,8 @@ def _milliseconds(
     memory = device.copy_milliseconds(passes * elements * forward.dtype.itemsize)
     slopes = elements * cycles / (max(1, device.multiprocessors) * device.clock_hertz) * 1e3
     work = max(memory, slopes) if forward.activations else memory
+    if "bias" in problem.gradients and not sums_bias(problem):
+        work += device.copy_milliseconds(_SUM_PASSES * elements * forward.dtype.itemsize)
     return launches * device.launch_milliseconds + work
 
 
@@ -172,7 +215,11 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         if operands["grad_input"].present:
             program.per_chunk(
                 _C.group_norm.InputGradient(
-                    config, **read, terms=operands["terms"], grad_input=operands["grad_input"]
+                    config,
+                    **read,
+                    terms=operands["terms"],
+                    grad_input=operands["grad_input"],
+                    **operands["lines"],
                 )
             )
 
@@ -209,6 +256,7 @@ class GroupNormBackwardStreamed(GroupNormBackward):
                 config,
                 **{name: operands[name] for name in _READ},
                 grad_input=operands["grad_input"],
+                **operands["lines"],
                 partials=operands["partials"],
             )
         )
@@ -226,18 +274,34 @@ class GroupNormBackwardPlan(BackwardPlan):
         forward = problem.forward
         self.kernel = kernel.name
         self.problem = problem
+        self._kernel = kernel
         self._device = device
-        self._program = kernel.build(problem, device)
         self._layout = forward.output_layout
+        self._shape = forward.output_shape
+        self._channels = forward.output_channels
+        self._sums_after = "bias" in problem.gradients and not sums_bias(problem)
+        self._build(padded_lines=False)
+
+    def _build(self, *, padded_lines: bool) -> None:
+        forward = self.problem.forward
+        self._program = self._kernel.build(self.problem, self._device, padded_lines=padded_lines)
         copies = []
-        if problem.grad_layout != self._layout:
+        if self.problem.grad_layout != self._layout:
             copies.append(f"torch copy of the output's gradient to {self._layout}")
         if forward.conv is None and forward.layout == "strided":
             copies.append(CONTIGUOUS_STEP)
-        self.steps = (*copies, *self._program.steps)
-        self._shape = forward.output_shape
-        self._strides = dense_strides(forward.output_shape, self._layout)
-        self._channels = forward.output_channels
+        sums = ["torch sum by channel"] if self._sums_after else []
+        self.steps = (*copies, *self._program.steps, *sums)
+        if padded_lines:
+            self._strides = line_strides(self._shape, forward.dtype)
+        else:
+            self._strides = dense_strides(self._shape, self._layout)
+
+    def give_padded_lines(self) -> bool:
+        gives = self._layout == "nchw" and wants_input(self.problem)
+        if gives:
+            self._build(padded_lines=True)
+        return gives
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         grad = dense(tensors.grad_output, self._layout)
@@ -249,13 +313,14 @@ class GroupNormBackwardPlan(BackwardPlan):
                 self._shape, self._strides, dtype=x.dtype, device=x.device
             )
 
-        def per_channel(name: str) -> Tensor | None:
+        def per_channel(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
             if name not in wanted:
                 return None
-            return x.new_empty(self._channels, dtype=torch.float32)
+            return x.new_empty(self._channels, dtype=dtype)
 
         weight, bias = tensors.norm_weight, tensors.norm_bias
         norm_weight, norm_bias = per_channel("norm_weight"), per_channel("norm_bias")
+        conv_bias = None if self._sums_after else per_channel("bias", x.dtype)
         run_program(
             self._program,
             self._device,
@@ -269,10 +334,15 @@ class GroupNormBackwardPlan(BackwardPlan):
                 grad_input,
                 norm_weight,
                 norm_bias,
+                conv_bias,
             ),
             x,
         )
-        return Gradients.of_epilogue(self.problem, grad_input, norm_weight, norm_bias)
+        if self._sums_after:
+            assert grad_input is not None
+            conv_bias = grad_input.sum((0, *range(2, grad_input.dim())))
+        found = Gradients.of_epilogue(self.problem, grad_input, norm_weight, norm_bias)
+        return found._replace(bias=conv_bias)
 
 
 def kernels() -> list[Kernel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,14 @@ from fusedconv.kernels.compiled import (
     supports_compiled,
 )
 from fusedconv.layout import dense_strides
-from fusedconv.plan import ForwardKernel, ForwardPlan, Outputs
-from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
+from fusedconv.plan import BackwardKernel, BackwardPlan, ForwardKernel, ForwardPlan, Outputs
+from fusedconv.problem import (
+    ActNormAct,
+    BackwardProblem,
+    ConvTransposeGeometry,
+    ForwardProblem,
+    act_norm_act,
+)
 from fusedconv.support import Support
 
 HAS_CUDA: bool = bool(_C.build["cuda"])
@@ -167,6 +173,21 @@ class _NotBuilt:
         if not HAS_CUDA:
             return _WITHOUT_CUDA
         return Support.no(f"this build lacks the family {self.provider} (see `fusedconv info`)")
+
+
+class NotBuiltBackward(_NotBuilt, BackwardKernel):
+    """Stands for a family's gradients of the convolution, so that ``explain`` can say why."""
+
+    computes = frozenset({"input", "weight", "bias"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        return self._refusal()
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        raise NotImplementedError("never supported")
+
+    def compile(self, problem: BackwardProblem, device: Device) -> BackwardPlan:
+        raise NotImplementedError("never supported")
 
 
 class NotBuiltForward(_NotBuilt, ForwardKernel):
@@ -381,7 +402,7 @@ class ProgramPlan(ForwardPlan):
 
 
 def run_program(
-    program: _C.Program, device: Device, tensors: tuple[Tensor | None, ...], like: Tensor
+    program: _C.Program, device: Device, tensors: Sequence[Tensor | None], like: Tensor
 ) -> None:
     """Runs a program on tensors in the order of its slots, with a workspace of its own."""
     workspace = None

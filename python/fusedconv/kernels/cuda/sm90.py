@@ -81,6 +81,7 @@ def _config(
     layout: str,
     aligned: bool,
     device: Device,
+    **how: bool,
 ) -> Any:
     return room.Config(
         room.rows()[row],
@@ -88,6 +89,7 @@ def _config(
         layout=_C.Layout[layout],
         aligned=aligned,
         device=device.compiled,
+        **how,
     )
 
 
@@ -95,6 +97,11 @@ class Sm90Row(ConvolutionRow):
     """What all rows of the family have in common. ``room``: ``_C.sm90`` or a room in it."""
 
     provider = "cutlass_sm90"
+
+    def __init__(self, room: Any, index: int, row: Any, **how: bool) -> None:
+        """``how``: what else the room's configurations take."""
+        super().__init__(room, index, row)
+        self.how = how
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         """The schedule of a problem that lowers to one dense convolution."""
@@ -109,6 +116,7 @@ class Sm90Row(ConvolutionRow):
             problem.output_layout,
             strided or problem.aligned,
             device,
+            **self.how,
         )
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:

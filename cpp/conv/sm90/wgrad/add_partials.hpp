@@ -1,0 +1,15 @@
+// The pass behind the kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "conv/sm90/wgrad/rows.hpp"
+
+namespace fusedconv::conv::sm90::wgrad {
+
+// Adds each task's partial sums in a fixed order; grad_weight is [C, K, T, R, S], contiguous, of
+// the problem's dtype.
+void add_partials(Config const& config, float const* partials, void* grad_weight,
+                  cudaStream_t stream);
+
+}  // namespace fusedconv::conv::sm90::wgrad

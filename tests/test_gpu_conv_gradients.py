@@ -1,0 +1,236 @@
+"""The convolution's gradients on Hopper against fp64, relative to eager's error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from gpu_checks import bound, poison, round_to_tf32
+from problems import explained
+from reference import relative_error
+from torch import Tensor
+
+from fusedconv.benchmark import DTYPES
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.registry import registry
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [k for k in registry().kernels() if k.name.startswith("sm90_gradients_")]
+#: Of each kernel; together more than 2**8.
+RANDOM_PROBLEMS = 80
+#: Random problems of a strict sum: chance may part eager's error and ours over a few values.
+FEWEST_STRICT_VALUES = 1000
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels run on compute capability 9.0")
+
+
+@pytest.fixture
+def gradients_of(force, monkeypatch):
+    """gradients_of(kernel): the convolution's gradients are this kernel's where it has them."""
+
+    def use(kernel) -> None:
+        force(kernel.name)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
+
+    return use
+
+
+def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
+    """Sizes that the kernel serves: widths are any."""
+    axes = generator.choice((1, 2, 2, 3))
+    sizes = {1: (300,), 2: (40, 150), 3: (5, 12, 70)}[axes]
+    strict = "weight" not in kernel.computes
+    kernel_size = [generator.choice((1, 2, 3)) for _ in range(axes - 1)]
+    kernel_size.append(generator.choice((1, 2, 3, 3)))
+    padding = [generator.randint(0, size - 1) for size in kernel_size]
+    return {
+        "batch": generator.randint(1, 4),
+        "channels": generator.choice((5, 16, 64, 70, 130) if strict else (1, 3, 8, 64, 65, 130)),
+        "out": generator.choice((16, 64, 100) if strict else (2, 6, 16, 64, 100)),
+        "spatial": [
+            generator.randint(max(1, 2 * pad - size + 2), most)
+            for size, pad, most in zip(kernel_size, padding, sizes, strict=True)
+        ],
+        "kernel": kernel_size,
+        "padding": padding,
+        "draw": generator.choice((torch.randn, torch.rand)),
+        # Expanded, a strict sum has too few different values to compare errors of.
+        "grad": generator.choice(
+            ("dense", "channels last", "sliced", *([] if strict else ["expanded"]))
+        ),
+    }
+
+
+def output_gradient(kind: str, output: Tensor) -> Tensor:
+    """Of the output's shape and dtype, lying in memory as ``kind`` says."""
+    if kind == "channels last":
+        return torch.randn_like(output.movedim(1, -1).contiguous()).movedim(-1, 1)
+    if kind == "expanded":
+        return torch.randn_like(output[..., :1]).expand_as(output)
+    if kind == "sliced":
+        columns = output.shape[-1]
+        wide = torch.randn(*output.shape[:-1], columns + 3, device=output.device)
+        return wide.to(output.dtype)[..., 1 : columns + 1]
+    return torch.randn_like(output)
+
+
+def operands(case: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+    x = case["draw"](case["batch"], case["channels"], *case["spatial"], device="cuda")
+    weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
+    bias = torch.randn(case["out"], device="cuda")
+    return [x.to(dtype), (weight / case["channels"] ** 0.5).to(dtype), bias.to(dtype)]
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor, padding: list[int]) -> Tensor:
+    operator = getattr(torch.nn.functional, f"conv_transpose{x.dim() - 2}d")
+    result: Tensor = operator(x, weight, bias, padding=padding)
+    return result
+
+
+#: Of a result whose operands were rounded to 10 bits behind the point: half a unit of the last.
+TF32_ERROR = 2.0**-11
+NAMES = ("input", "weight", "bias")
+
+
+def gradients(
+    function, tensors: list[Tensor], grad: Tensor, wanted: tuple[str, ...] = NAMES, **keywords
+) -> tuple[Tensor, ...]:
+    leaves = [
+        tensor.detach().requires_grad_(name in wanted)
+        for name, tensor in zip(NAMES, tensors, strict=True)
+    ]
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    return torch.autograd.grad(function(*leaves, **keywords), asked, grad)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_random_problems(kernel, gradients_of):
+    gradients_of(kernel)
+    precision, dtype = kernel.precision, DTYPES[kernel.precision]
+    generator = random.Random(kernel.name)
+    torch.manual_seed(0)
+    for _ in range(RANDOM_PROBLEMS):
+        case = random_problem(kernel, generator)
+        tensors = operands(case, dtype)
+        # No row convolves the output's gradient with a filter of two columns.
+        wanted = NAMES if case["kernel"][-1] != 2 else NAMES[1:]
+        keywords = {"padding": case["padding"], "wanted": wanted}
+        output = eager(*tensors, case["padding"])
+        grad = output_gradient(case["grad"], output)
+        poison()
+        actual = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
+        poison(32 << 20)
+        again = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
+        torchs = gradients(eager, tensors, grad, **keywords)
+        wide = [tensor.double() for tensor in tensors]
+        exact = gradients(eager, wide, grad.double(), **keywords)
+        rounded = exact
+        if precision == "tf32":
+            wide = [round_to_tf32(tensor).double() for tensor in tensors]
+            rounded = gradients(eager, wide, round_to_tf32(grad).double(), **keywords)
+        for name, a, b, t, r, e in zip(wanted, actual, again, torchs, rounded, exact, strict=True):
+            if name not in kernel.computes:
+                continue
+            if precision == "fp32" and name == "input" and a.numel() < FEWEST_STRICT_VALUES:
+                continue
+            assert torch.equal(a, b), (name, case)
+            limit = max(relative_error(t, e), relative_error(r, e))
+            if name == "bias":
+                limit = 2 * relative_error(t, e)  # of a sum of many terms
+            error = relative_error(a, e)
+            assert error <= bound(limit, precision), (name, error, limit, case)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("spatial", [(37, 62), (24, 64)], ids=str)
+def test_behind_a_normalisation(kernel, spatial, gradients_of):
+    """Its gradient comes with padded lines, and the bias's with it."""
+    gradients_of(kernel)
+    dtype = DTYPES[kernel.precision]
+    case = {
+        "batch": 3,
+        "channels": 32,
+        "out": 48,
+        "spatial": spatial,
+        "kernel": (3, 3),
+        "draw": torch.randn,
+    }
+    affine = [torch.randn(48, device="cuda").to(dtype) for _ in range(2)]
+
+    def ours(x, weight, bias, dtype=dtype):
+        return conv_transpose_act_norm(
+            x,
+            weight,
+            bias,
+            activation="gelu",
+            num_groups=4,
+            norm_weight=affine[0].to(x.dtype),
+            norm_bias=affine[1].to(x.dtype),
+        )
+
+    def composed(x, weight, bias):
+        y = torch.nn.functional.gelu(eager(x, weight, bias, [0, 0]))
+        scale, shift = (parameter.to(x.dtype) for parameter in affine)
+        return torch.nn.functional.group_norm(y, 4, scale, shift)
+
+    tensors = operands(case, dtype)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    _, explanation = explained(lambda: ours(*leaves), gradients=True)
+    parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+    assert parts["input"] == kernel.name
+    assert not any(step.startswith("pad the output's") for step in explanation.steps)
+    output = composed(*tensors)
+    grad = torch.randn_like(output)
+    poison()
+    actual = gradients(ours, tensors, grad)
+    torchs = gradients(composed, tensors, grad)
+    exact = gradients(composed, [tensor.double() for tensor in tensors], grad.double())
+    for a, t, e in zip(actual, torchs, exact, strict=True):
+        limit = 1.5 * relative_error(t, e)
+        if kernel.precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(a, e) <= bound(limit, kernel.precision)
+    again = gradients(ours, tensors, grad)
+    for name, a, b in zip(NAMES, actual, again, strict=True):
+        assert name not in kernel.computes or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_some_of_the_gradients(kernel, gradients_of):
+    gradients_of(kernel)
+    case = {
+        "batch": 2,
+        "channels": 24,
+        "out": 40,
+        "spatial": (19, 45),
+        "kernel": (3, 3),
+        "padding": (1, 0),
+        "draw": torch.randn,
+    }
+    tensors = operands(case, DTYPES[kernel.precision])
+    grad = torch.randn_like(eager(*tensors, padding=[1, 0]))
+    every = gradients(conv_transpose_act_norm, tensors, grad, padding=(1, 0))
+    for name, expected in zip(NAMES, every, strict=True):
+        (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), padding=(1, 0))
+        assert relative_error(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_an_empty_batch_has_zero_gradients(kernel, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
+    dtype = DTYPES[kernel.precision]
+    x = torch.empty(0, 8, 9, 12, device="cuda", dtype=dtype)
+    weight, bias = torch.randn(8, 4, 3, 3, device="cuda").to(dtype), torch.randn(4, device="cuda")
+    tensors = [x, weight, bias.to(dtype)]
+    grad = torch.empty(0, 4, 11, 14, device="cuda", dtype=dtype)
+    found = gradients(conv_transpose_act_norm, tensors, grad)
+    assert found[0].shape == x.shape
+    assert not found[1].any()
+    assert not found[2].any()

@@ -1,0 +1,315 @@
+"""The convolution's gradients on Hopper: what the kernels serve, how the sums are cut,
+and the steps of plans. No GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from problems import backward_problem, geometry_of, group_norm_stage, problem
+
+import fusedconv
+from fusedconv import _C
+from fusedconv.device import KNOWN
+from fusedconv.kernels.cuda.sm90_gradients import input_convolution
+from fusedconv.layout import lies_in_lines, line_strides
+from fusedconv.problem import ForwardProblem
+from fusedconv.registry import registry
+from fusedconv.selection import choose, plan_for
+from fusedconv.support import Support
+
+HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
+pytestmark = pytest.mark.skipif(
+    not HAS_ROWS, reason="fusedconv was built without kernels for compute capability 9.0"
+)
+
+H200 = KNOWN[90]
+BLOCK, HEADER = 64, 1024
+DTYPES = {"tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def rows() -> list:
+    return _C.sm90.wgrad.rows() if HAS_ROWS else []
+
+
+def element_bytes(row) -> int:
+    return 4 if row.math.name == "tf32" else 2
+
+
+def config(row, *, batch=2, c=64, k=64, spatial=(1, 32, 64), taps=(1, 3), padding=(0, 0, 0), **kw):
+    """``taps`` along depth and width: the row's own number lies between."""
+    depth, columns = taps
+    taps = (depth, row.filter_rows, columns)
+    output = tuple(n + t - 1 - 2 * p for n, t, p in zip(spatial, taps, padding, strict=True))
+    return _C.sm90.wgrad.Config(
+        row,
+        problem=_C.ConvProblem(
+            c=c,
+            k=k,
+            input=spatial,
+            output=output,
+            taps=taps,
+            lower_padding=[t - 1 - p for t, p in zip(taps, padding, strict=True)],
+            dilation=kw.pop("dilation", (1, 1, 1)),
+        ),
+        batch=batch,
+        layout=kw.pop("layout", _C.Layout.nchw),
+        device=kw.pop("device", H200).compiled,
+    )
+
+
+def kernel_named(name: str):
+    (kernel,) = (kernel for kernel in registry().kernels() if kernel.name == name)
+    return kernel
+
+
+def system_1(precision: str, **changes) -> ForwardProblem:
+    dtype = DTYPES.get(precision, torch.float32)
+    fields = dict(
+        dtype=dtype,
+        output_dtype=dtype,
+        precision=precision,
+        batch=128,
+        channels=64,
+        spatial=(256, 256),
+        conv=geometry_of(torch.empty(64, 64, 3, 3)),
+        norm=group_norm_stage(8),
+        save=True,
+    )
+    return problem(**(fields | changes))
+
+
+def test_rows_are_named_by_math_and_filter_rows():
+    names = [row.name for row in rows()]
+    assert len(set(names)) == len(names) == 9
+    for row in rows():
+        assert row.name == f"sm90_wgrad_{row.math.name}_{row.filter_rows}"
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_stages_hold_what_the_taps_read(row):
+    generator = random.Random(row.name)
+    size, halved = element_bytes(row), 0
+    for _ in range(100):
+        taps = generator.randint(1, 3), generator.randint(1, 3)
+        padding = (
+            generator.randint(0, taps[0] - 1),
+            generator.randint(0, row.filter_rows - 1),
+            generator.randint(0, taps[1] - 1),
+        )
+        spatial = tuple(generator.randint(3, 99) for _ in range(3))
+        batch = generator.randint(1, 40)
+        made = config(
+            row,
+            batch=batch,
+            c=generator.choice((1, 64, 65, 300)),
+            k=generator.choice((1, 64, 200)),
+            spatial=spatial,
+            taps=taps,
+            padding=padding,
+        )
+        assert made.support
+        assert made.halves == (1 if spatial[2] * size <= 64 else 2)
+        halved += made.halves == 1
+        strip = 64 * made.halves // size
+        assert made.strips == math.ceil(spatial[2] / strip)
+        # The box begins at 16 bytes, before the first column of any tap, and holds the last one's.
+        assert made.lead * size % 16 == 0
+        assert made.lead >= padding[2]
+        assert made.pitch_bytes % 32 == 16
+        assert made.pitch_bytes // size >= made.lead - padding[2] + strip + taps[1] - 1
+        assert made.stage_bytes == BLOCK * (64 * made.halves + made.pitch_bytes)
+        # Lines of all filter rows lie side by side wherever they begin.
+        held = made.stages * made.stage_bytes + (row.filter_rows - 1) * BLOCK * 64 * made.halves
+        assert HEADER + held == made.shared_bytes <= H200.shared_bytes
+        assert made.stages >= 4
+        lines = made.strips * (spatial[1] + row.filter_rows - 1) * spatial[0]
+        assert made.steps == batch * lines
+        assert 1 <= made.splits <= max(1, made.steps)
+        filter_bytes = 4 * BLOCK * BLOCK * row.filter_rows * taps[1]
+        assert made.partial_bytes == made.tasks * made.splits * filter_bytes
+    assert halved > 5
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def test_the_number_of_parts_is_the_same_on_every_device(row):
+    small = dataclasses.replace(H200, multiprocessors=7)
+    for batch in (1, 3, 128):
+        parts = [config(row, batch=batch, device=device).splits for device in (H200, small)]
+        assert parts[0] == parts[1]
+
+
+def test_parts_fill_the_device_and_no_more():
+    row = next(row for row in rows() if row.name == "sm90_wgrad_tf32_3")
+    assert config(row, batch=128, spatial=(1, 256, 256)).splits == 132
+    many = config(row, batch=128, c=1024, k=1024, spatial=(1, 16, 32))
+    assert many.tasks == 256
+    assert many.splits <= 2
+    assert config(row, batch=1, spatial=(1, 1, 32)).splits == 1
+
+
+def test_refusals_say_why():
+    row = next(row for row in rows() if row.name == "sm90_wgrad_bf16_3")
+    assert config(row).support
+    assert "reads NCHW" in config(row, layout=_C.Layout.nhwc).support.reason
+    assert "compute capability 9.0" in config(row, device=KNOWN[80]).support.reason
+    assert "up to 3 columns, not 4" in config(row, taps=(1, 4)).support.reason
+    assert "dilation is 2x1" in config(row, dilation=(1, 2, 1)).support.reason
+    assert "padding of its columns is 3" in config(row, padding=(0, 0, 3)).support.reason
+    other = next(row for row in rows() if row.name == "sm90_wgrad_bf16_2")
+    rows_of_three = _C.sm90.wgrad.Config(
+        other,
+        problem=_C.ConvProblem(
+            c=1,
+            k=1,
+            input=(1, 8, 8),
+            output=(1, 10, 10),
+            taps=(1, 3, 3),
+            lower_padding=(0, 2, 2),
+            dilation=(1, 1, 1),
+        ),
+        batch=1,
+        layout=_C.Layout.nchw,
+        device=H200.compiled,
+    )
+    assert rows_of_three.support.reason == "a filter of 2 rows, not 3"
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_the_input_gradient_is_a_convolution_of_the_filter_read_backwards(axes):
+    generator = random.Random(axes)
+    operator = getattr(torch.nn.functional, f"conv_transpose{axes}d")
+    for _ in range(20):
+        kernel = tuple(generator.randint(1, 3) for _ in range(axes))
+        padding = tuple(generator.randint(0, size - 1) for size in kernel)
+        spatial = tuple(generator.randint(3, 6) for _ in range(axes))
+        weight = torch.randn(3, 2, *kernel, dtype=torch.float64)
+        x = torch.randn(2, 3, *spatial, dtype=torch.float64, requires_grad=True)
+        output = operator(x, weight, padding=padding)
+        grad = torch.randn_like(output)
+        (expected,) = torch.autograd.grad(output, x, grad)
+        forward = problem(
+            batch=2,
+            channels=3,
+            spatial=spatial,
+            conv=geometry_of(weight, padding=padding),
+        )
+        convolution = input_convolution(forward)
+        assert isinstance(convolution, ForwardProblem)
+        conv = convolution.conv
+        assert conv is not None
+        assert convolution.output_shape == x.shape
+        assert convolution.input_shape == grad.shape
+        # Negative strides from the last tap, as torch has none: the taps' offsets one by one.
+        taps = torch.cartesian_prod(*map(torch.arange, kernel)).reshape(-1, axes)
+        last = sum((n - 1) * s for n, s in zip(kernel, weight.stride()[2:], strict=True))
+        offsets = last + (taps * torch.tensor(conv.weight_strides[2:])).sum(1)
+        channels = (
+            torch.arange(2)[:, None] * conv.weight_strides[0]
+            + torch.arange(3) * conv.weight_strides[1]
+        )
+        backwards = weight.reshape(-1)[channels[..., None] + offsets].reshape(2, 3, *kernel)
+        actual = operator(grad, backwards, padding=conv.padding)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_what_has_no_such_convolution_is_refused():
+    strided = problem(conv=geometry_of(torch.empty(4, 6, 3, 3), stride=(2, 1)))
+    support = input_convolution(strided)
+    assert isinstance(support, Support)
+    assert "stride is (2, 1)" in support.reason
+    last = problem(layout="nhwc", conv=geometry_of(torch.empty(4, 6, 3, 3)))
+    support = input_convolution(last)
+    assert isinstance(support, Support)
+    assert "channels last" in support.reason
+    cropped = problem(conv=geometry_of(torch.empty(4, 6, 2, 2), padding=(2, 0)))
+    support = input_convolution(cropped)
+    assert isinstance(support, Support)
+    assert "exceeds" in support.reason
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_system_1_has_all_its_gradients_here(precision):
+    choice = choose(backward_problem(system_1(precision)), H200)
+    names = [(problem.parts, candidate.kernel.name) for problem, candidate in choice.chosen]
+    (first, norm), (second, conv) = names
+    assert first == ("epilogue", "bias")
+    assert norm.startswith("groupnorm_backward_")
+    assert second == ("input", "weight")
+    assert conv == "sm90_gradients_" + {"tf32": "tf32", "fp16": "f16", "bf16": "bf16"}[precision]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_the_gradient_of_the_normalisation_comes_with_padded_lines(precision):
+    pitch = {"tf32": 260, "bf16": 264}[precision]
+    plan = plan_for(backward_problem(system_1(precision)), H200)
+    (written,) = (step for step in plan.steps if step.startswith("gradient through"))
+    assert written.endswith(f", lines of 258 padded to {pitch}, + sums by channel")
+    assert not any(step.startswith("pad ") for step in plan.steps)
+    # Lines of the input are whole 16 bytes as they lie.
+    assert plan.steps[-2].startswith(f"sm90_wgrad_{precision}_3 (weight gradient, ")
+    assert plan.steps[-1] == "add the weight gradient's parts"
+
+
+def test_a_dense_gradient_is_padded_by_a_step_of_its_own():
+    bare = system_1("tf32", epilogue=(), spatial=(30, 33))
+    asked = backward_problem(bare, "input", "weight")
+    kernel = kernel_named("sm90_gradients_tf32")
+    assert kernel.supports(asked, H200)
+    steps = kernel.compile(asked, H200).steps
+    assert "pad the output's gradient, lines of 35 to 36" in steps
+    assert "pad the input, lines of 33 to 36" in steps
+    aligned = backward_problem(
+        system_1("tf32", epilogue=(), conv=geometry_of(torch.empty(64, 64, 3, 3), padding=(1, 1))),
+        "input",
+        "weight",
+    )
+    assert not any(step.startswith("pad ") for step in kernel.compile(aligned, H200).steps)
+    apart = dataclasses.replace(aligned, aligned=False)
+    padded = [step for step in kernel.compile(apart, H200).steps if step.startswith("pad ")]
+    assert len(padded) == 2
+
+
+def test_the_bias_alone_needs_one_pass():
+    asked = backward_problem(system_1("bf16")).part(["bias"])
+    steps = kernel_named("sm90_gradients_bf16").compile(asked, H200).steps
+    assert steps == ("sums of the output's gradient by channel", "gradient of bias")
+
+
+def test_strict_fp32_has_no_weight_gradient_here():
+    kernel = kernel_named("sm90_gradients_tf32x3")
+    assert kernel.computes == {"input", "bias"}
+    assert kernel.supports(backward_problem(system_1("fp32"), "input"), H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"conv": geometry_of(torch.empty(64, 64, 5, 3))}, "not 5"),
+        ({"conv": geometry_of(torch.empty(64, 64, 3, 3), stride=(2, 2))}, "stride is (2, 2)"),
+        ({"conv": geometry_of(torch.empty(64, 64, 3, 3), groups=2)}, "groups is 2"),
+        ({"batch": 0}, "empty"),
+        ({"layout": "nhwc"}, "channels last"),
+        ({"precision": "fp32"}, "fp32 is asked for"),
+    ],
+    ids=str,
+)
+def test_what_is_not_served_says_why(changes, text):
+    asked = backward_problem(dataclasses.replace(system_1("tf32"), **changes), "weight")
+    support = kernel_named("sm90_gradients_tf32").supports(asked, H200)
+    assert not support
+    assert text in support.reason
+    assert choose(asked, H200)
+
+
+def test_lines():
+    for dtype, strides in ((torch.float32, (84, 28, 4, 1)), (torch.bfloat16, (168, 56, 8, 1))):
+        assert line_strides((2, 3, 7, 3), dtype) == strides
+        padded = torch.empty_strided((2, 3, 7, 3), strides, dtype=dtype)
+        assert lies_in_lines(padded)
+        assert not lies_in_lines(padded.contiguous())
+        assert not lies_in_lines(padded[..., 1:])
+    assert lies_in_lines(torch.empty(2, 3, 7, 8))

@@ -83,4 +83,5 @@ void bind_sm90(py::module_& m) {
   bind_config(room);
   bind_steps(room);
   bind_sm90_runs(room);
+  bind_sm90_taps(room);
   bind_sm90_wgrad(room);

@@ -85,3 +85,6 @@ void bind_sm90(py::module_& m) {
   bind_sm90_runs(room);
   bind_sm90_taps(room);
   bind_sm90_wgrad(room);
+}
+
+}  // namespace fusedconv::binding

@@ -30,11 +30,28 @@ void bind_sm90_taps(py::module_& room) {
       .def_property_readonly("reads", &Config::reads)
       .def_property_readonly("blocks_m", scheduled(&Schedule::blocks_m),
                              "Blocks of rows in a convolution group.")
+      .def_property_readonly(
+          "first_tap", scheduled(&Schedule::first_tap),
+          "Of each list in shifts, and behind the last. Lists are by phase along "
+          "depth, along height, and row group along width.")
+      .def_property_readonly("shifts", scheduled(&Schedule::taps),
+                             "Of each tap: the input position less the output's, by axis.")
+      .def_property_readonly("group_phases", scheduled(&Schedule::group_phases),
+                             "Along width, in a row group.")
+      .def_property_readonly("group_channels", scheduled(&Schedule::group_channels),
+                             "Output channels of a row group.")
+      .def_property_readonly("joined_groups", scheduled(&Schedule::joined_groups),
+                             "Row groups of a consumer that are phases of the same channels.")
+      .def_property_readonly("units", scheduled(&Schedule::units),
+                             "Of rows: channels by the phases that a consumer has of them.")
+      .def_property_readonly("block_units", scheduled(&Schedule::block_units), "Of a block.")
+      .def_property_readonly("lead", scheduled(&Schedule::lead),
+                             "Columns of the box before the first that is needed.")
+      .def_property_readonly(
+          "order", [](Config const& config) { return describe(config.schedule.order); },
+          "Which pixels are neighbours in a tile: line, boxes, eights or strips.")
       .def_property_readonly("shares_rows", scheduled(&Schedule::shares_rows),
                              "Consumers have the same rows, and columns of their own.")
-      .def_property_readonly(
-          "is_line", [](Config const& config) { return config.schedule.order == Order::kLine; },
-          "No tap reads beside its position: without a norm, tiles go over samples' borders.")
       .def_property_readonly("tile", scheduled(&Schedule::tile), "Positions by axis.")
       .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of a sample, by axis.")
       .def_property_readonly("box", scheduled(&Schedule::box), "Staged positions by axis.")

@@ -47,6 +47,16 @@ enum class Order : int {
   kStrips   // lines of 8, in strips beside each other: one an instruction
 };
 
+constexpr char const* describe(Order order) {
+  switch (order) {
+    case Order::kLine: return "line";
+    case Order::kBoxes: return "boxes";
+    case Order::kEights: return "eights";
+    case Order::kStrips: return "strips";
+  }
+  return "unknown";
+}
+
 // What a compiled kernel fixes of a consumer's tile.
 struct Shape {
   int row_groups = 1;

@@ -97,7 +97,8 @@ class TapsSm90(TapsRow):
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
             blocks = samples * self.sample_blocks(problem, config)
-            if config.is_line and problem.norm is None:  # tiles go over samples' borders
+            # Where no tap reads beside its position, tiles go over samples' borders.
+            if config.order == "line" and problem.norm is None:
                 tiles = math.ceil(samples * math.prod(problem.spatial) / math.prod(config.tile))
                 blocks = tiles * config.blocks_m * problem.conv.groups
             cycles += launches * math.ceil(blocks / multiprocessors) * block

@@ -3,6 +3,7 @@ is dead weight. Selection only asks cost models, so this needs no GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import fusedconv
 from fusedconv import ForwardProblem
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda.program import NotBuiltForward
+from fusedconv.kernels.cuda.program import NotBuiltBackward, NotBuiltForward
 from fusedconv.problem import Problem
 from fusedconv.registry import registry
 
@@ -30,6 +31,7 @@ ARCHITECTURES = {
     "taps_sm80": 80,
     "taps_sm90": 90,
     "groupnorm_cuda": 90,
+    "gradients_sm90": 90,
 }
 CHANNELS = ((16, 16), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
 #: (batch, spatial extents, kernel size).
@@ -59,13 +61,13 @@ def asked_for(precision: str, layout: str, groups: int, **fields: object) -> For
     )
 
 
-def convolutions() -> Iterator[Problem]:
+def convolutions() -> Iterator[ForwardProblem]:
     for precision, layout, (channels, out), (batch, spatial, kernel) in itertools.product(
         DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES)
     ):
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
         stride = kernel if (batch, spatial, kernel) in PATCHES else 1
-        for padding in {0, kernel // 2}:
+        for padding in {0, kernel // 2, kernel - 1}:
             yield asked_for(
                 precision,
                 layout,
@@ -77,6 +79,11 @@ def convolutions() -> Iterator[Problem]:
                     weight, padding=(padding,) * len(spatial), stride=(stride,) * len(spatial)
                 ),
             )
+
+
+def input_gradients() -> Iterator[Problem]:
+    for each in convolutions():
+        yield backward_problem(dataclasses.replace(each, epilogue=(), save=True), "input")
 
 
 def normalisations() -> Iterator[Problem]:
@@ -95,7 +102,8 @@ def chosen(provider: str) -> set[str]:
     """The kernels of a provider that some problem chooses among them."""
     device = KNOWN[ARCHITECTURES[provider]]
     names = set()
-    for each in normalisations() if provider == "groupnorm_cuda" else convolutions():
+    passes = {"groupnorm_cuda": normalisations, "gradients_sm90": input_gradients}
+    for each in passes.get(provider, convolutions)():
         for candidate in registry().candidates(each, device):
             if candidate.support and candidate.kernel.provider == provider:
                 names.add(candidate.kernel.name)
@@ -107,7 +115,7 @@ def kernels() -> list[str]:
     return [
         f"{k.provider}:{k.name}"
         for k in registry().kernels()
-        if k.provider in ARCHITECTURES and not isinstance(k, NotBuiltForward)
+        if k.provider in ARCHITECTURES and not isinstance(k, NotBuiltForward | NotBuiltBackward)
     ]
 
 

@@ -113,7 +113,7 @@ class BoxLoader {
       int const z = line + origin[0], x = origin[2] - lead_ + 4 * quad;
       y += origin[1];
       if (unsigned(z) >= unsigned(d) || unsigned(y) >= unsigned(h)) continue;
-      T const* const source = input_ + (int64_t(c * d + z) * h + y) * w + x;
+      T const* const source = input_ + ((int64_t(c) * d + z) * h + y) * w + x;
       if (p.vector_loads) {
         if (unsigned(x) < unsigned(w)) values_[i] = Quad::load(source);
       } else {

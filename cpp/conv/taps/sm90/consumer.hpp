@@ -63,7 +63,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   auto* const staged = reinterpret_cast<T*>(
       shared + p.memory.values + (consumer * kWarpgroupWarps + warp) * p.memory.warp_bytes);
   device::RingCursor box;
-  uint32_t blocks_before = 0;  // of the filter, that passed
+  device::RingCursor filter;
+  int const first_slot = p.shares_rows ? 0 : consumer * p.slots;
   for (int turn = 0;; ++turn) {
     Item const item(p, turn);
     if (!item.present) return;
@@ -90,7 +91,6 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       int const steps = chunk == p.chunks - 1 ? p.last_steps : p.pieces / 2;
       cutlass::arch::ClusterBarrier::wait(&barriers.full_box[box.stage], box.parity);
       uint64_t const positions = box0 + box.stage * box_units;
-      int tap = 0;
       int in_flight = -1;  // the slot that products in flight read
       auto const release = [&](int slot) {
         if (slot >= 0 && lane == 0) device::arrive(&barriers.empty_slot[slot]);
@@ -100,13 +100,12 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
         int const first = groups[group].first_tap(p);
         int const count = groups[group].taps(p);
 #pragma unroll 1
-        for (int i = 0; i < count; ++i, ++tap) {
-          uint32_t const index = blocks_before + uint32_t(stream.index(p, consumer, tap));
-          int const slot = int(index & uint32_t(p.slots - 1));
+        for (int i = 0; i < count; ++i) {
+          int const slot = first_slot + filter.stage;
           uint64_t a = filter0 + slot * slot_units;
           uint64_t b = positions + uint32_t(p.offset[first + i]);
-          cutlass::arch::ClusterBarrier::wait(&barriers.full_slot[slot],
-                                              index / uint32_t(p.slots) & 1);
+          cutlass::arch::ClusterBarrier::wait(&barriers.full_slot[slot], filter.parity);
+          filter.advance(p.slots);
           if constexpr (Traits::kSplits) {
             static_assert(Traits::kMmas == 1);
             uint32_t const small_a = uint32_t(p.pieces) * kInstructionRows;
@@ -162,7 +161,6 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       release(in_flight);
       if (lane == 0) device::arrive(&barriers.empty_box[box.stage]);
       box.advance(p.stages);
-      blocks_before += uint32_t(stream.total);
     }
     finish<Traits>(p, place, groups, consumer, warp, sums, linear, columns, staged);
   }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params
       device::init_barrier(&barriers.full_box[i], kLoadWarps);
       device::init_barrier(&barriers.empty_box[i], kConsumers * kWarpgroupWarps);
     }
-    for (int i = 0; i < p.slots; ++i) {
+    for (int i = 0; i < (p.shares_rows ? 1 : kConsumers) * p.slots; ++i) {
       device::init_barrier(&barriers.full_slot[i], 1);
       device::init_barrier(&barriers.empty_slot[i],
                            (p.shares_rows ? kConsumers : 1) * kWarpgroupWarps);

@@ -37,12 +37,9 @@ __global__ void __launch_bounds__(kPackThreads)
     Stream const stream(p, block_m, row_groups);
     if (index >= stream.total) continue;
     // Which consumer takes the block, as which of its taps.
+    int const consumer = stream.consumer_of(p, index);
     int const both = p.shares_rows ? 0 : min(stream.counts[0], stream.counts[1]);
-    int consumer = 0, tap = index;
-    if (!p.shares_rows) {
-      consumer = index < 2 * both ? index % 2 : stream.counts[0] > stream.counts[1] ? 0 : 1;
-      tap = index < 2 * both ? index / 2 : index - both;
-    }
+    int tap = index < 2 * both ? index / 2 : index - both;
     int which = 0;
     RowGroup group(p, block_m, consumer, 0, row_groups);
     while (tap >= group.taps(p)) {

@@ -29,7 +29,8 @@ struct Params {
   int batch, channels, output_channels;  // channels of a convolution group
   int group_phases, group_channels, units, block_units;
   int positions, pieces, chunks, last_steps;  // steps: of the last chunk
-  int stages, slots, block_taps;
+  int stages, block_taps;
+  int slots;  // of the filter's ring; where consumers have rows of their own, of each one's
   Memory memory;
   int tile_count, blocks;  // blocks: of rows, in all convolution groups
   int64_t partial_slots;   // of a sample
@@ -150,11 +151,11 @@ struct Stream {
     }
     total = p.shares_rows ? counts[0] : counts[0] + counts[1];
   }
-  // Of a consumer's tap in the stream.
-  __device__ __forceinline__ int index(Params const& p, int consumer, int tap) const {
-    if (p.shares_rows) return tap;
-    int const other = counts[1 - consumer];
-    return tap < other ? 2 * tap + consumer : other + tap;
+  // Whose block of the stream it is; where rows are shared, both take it.
+  __device__ __forceinline__ int consumer_of(Params const& p, int index) const {
+    if (p.shares_rows) return 0;
+    if (index < 2 * min(counts[0], counts[1])) return index % 2;
+    return counts[0] > counts[1] ? 0 : 1;
   }
 };
 
@@ -241,7 +242,7 @@ inline Params Params::of(Arguments const& a, int columns) {
   int const last = c.channels * element - (s.chunks - 1) * s.pieces * 16;
   p.last_steps = int(ceil_div(last, kStepBytes));
   p.stages = s.stages;
-  p.slots = s.slots;
+  p.slots = s.shares_rows ? s.slots : s.slots / kConsumers;
   p.block_taps = s.block_taps;
   p.memory =
       Memory::of(s.positions, s.pieces, s.stages, s.slots, config.row->math, config.row->shape);

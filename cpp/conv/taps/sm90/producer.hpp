@@ -202,7 +202,8 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
     set ^= 1;
     locate_inputs(p, place, thread, table);
     device::sync_threads(kLoadBarrier, kLoadThreads);
-    T const* const base = static_cast<T const*>(p.input) + place.sample * all_channels * plane +
+    T const* const base = static_cast<T const*>(p.input) +
+                          int64_t(place.sample) * all_channels * plane +
                           place.group * p.channels * channel_stride;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       int const channel0 = chunk * p.pieces * kVector;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
 template <class Traits>
 __device__ __forceinline__ void copy_filter(Params const& p, Barriers& barriers, uint32_t shared) {
   int const columns = Traits::kColumns * (p.shares_rows ? kConsumers : 1);
-  device::RingCursor cursor;
+  device::RingCursor cursors[kConsumers];
   for (int turn = 0;; ++turn) {
     Item const item(p, turn);
     if (!item.present) return;
@@ -266,11 +267,14 @@ __device__ __forceinline__ void copy_filter(Params const& p, Barriers& barriers,
         p.filter + int64_t(item.block) * p.chunks * p.block_taps * p.memory.slot_bytes;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       for (int i = 0; i < stream.total; ++i) {
-        device::wait(&barriers.empty_slot[cursor.stage], cursor.parity ^ 1);
-        device::arrive_and_expect(&barriers.full_slot[cursor.stage], p.memory.slot_bytes);
-        device::bulk_load(shared + p.memory.filter + cursor.stage * p.memory.slot_bytes,
+        int const consumer = stream.consumer_of(p, i);
+        device::RingCursor& cursor = cursors[consumer];
+        int const slot = consumer * p.slots + cursor.stage;
+        device::wait(&barriers.empty_slot[slot], cursor.parity ^ 1);
+        device::arrive_and_expect(&barriers.full_slot[slot], p.memory.slot_bytes);
+        device::bulk_load(shared + p.memory.filter + slot * p.memory.slot_bytes,
                           source + int64_t(i) * p.memory.slot_bytes, p.memory.slot_bytes,
-                          &barriers.full_slot[cursor.stage]);
+                          &barriers.full_slot[slot]);
         cursor.advance(p.slots);
       }
       source += int64_t(p.block_taps) * p.memory.slot_bytes;

@@ -102,6 +102,10 @@ void group_rows(Schedule& s, Problem const& p, Shape const& shape) {
   }
 }
 
+// Of the filter's ring, whatever the chunks are.
+constexpr int kFewestSlots = 8;  // of whole chunks
+constexpr int kFewestFilterBytes = kFewestSlots * kInstructionRows * kMostPieces * 16;
+
 std::vector<int> extents(int whole, int most) {
   std::vector<int> result;
   for (int parts = 1; parts <= whole; ++parts) {
@@ -148,6 +152,13 @@ bool lay_out(Schedule& s, int columns, int mma_columns, int vector, int most) {
     int const used = order == Order::kBoxes ? (lines - 1) * box[2] + tile[2] : lines * 8;
     if (staged > most || used > (order == Order::kStrips ? mma_columns : columns)) return;
     if (tiles[2] > 1 && tile[2] % vector != 0) return;
+    // Instructions read whole sets of columns, to no effect beyond the tile: that stays within the
+    // box and the filter's ring behind it.
+    int const beside = order == Order::kStrips ? columns / mma_columns * 8 : 8;
+    int const rows = (order == Order::kStrips ? mma_columns : columns) / 8;
+    int const read = order == Order::kBoxes ? columns : (rows - 1) * box[2] + beside;
+    int const furthest = (reach(0) * box[1] + reach(1)) * box[2] + reach(2);
+    if (lead + furthest + read > staged + kFewestFilterBytes / 16) return;
     double const cost = double(tiles[0]) * tiles[1] * tiles[2] *
                         (columns * (taps + kEpilogueTaps) + kStagingCost * staged);
     if (cost >= best) return;
@@ -235,14 +246,14 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
                                                           : Loads::kElements;
   int const columns = s.loads == Loads::kPlanes ? 2 : 1;
   int most_pieces = 2;
-  while (most_pieces < 8 && most_pieces * 16 < p.channels * element) most_pieces *= 2;
+  while (most_pieces < kMostPieces && most_pieces * 16 < p.channels * element) most_pieces *= 2;
   // Large chunks first; less where the box would leave no room.
   for (int pieces = most_pieces; pieces >= 2; pieces /= 2) {
     auto const fits = [&](int positions, int stages, int slots) {
       return Memory::of(positions, pieces, stages, slots, math, shape).end <= device.shared_bytes;
     };
-    constexpr int kFewestStages = 2, kFewestSlots = 8;
-    int const slots_wanted = kFewestSlots * (8 / pieces) / traits.parts;
+    constexpr int kFewestStages = 2;
+    int const slots_wanted = kFewestSlots * (kMostPieces / pieces) / traits.parts;
     int most = 8192;
     while (most > 8 && !fits(most, kFewestStages, slots_wanted)) most -= 8;
     if (!lay_out(s, s.tile_columns(shape), shape.mma_columns(), columns, most)) continue;

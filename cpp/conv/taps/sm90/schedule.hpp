@@ -30,6 +30,7 @@ inline constexpr int kConsumers = 2;     // warpgroups
 inline constexpr int kLoadWarps = 7;     // that stage the input
 inline constexpr int kWarpRows = 16;     // of an instruction, that a warp has
 inline constexpr int kStepBytes = 32;    // of channels, in an instruction
+inline constexpr int kMostPieces = 8;    // of 16 bytes of channels, in a stage
 inline constexpr int kMostStages = 6;
 inline constexpr int kMostSlots = 32;   // of the filter's ring
 inline constexpr int kMostPhases = 8;   // along width, in a row group

@@ -34,7 +34,7 @@ from fusedconv.kernels.cuda.program import (
 )
 from fusedconv.kernels.cuda.sm90 import only_phase
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
-from fusedconv.layout import dense, lies_in_lines, line_pitch
+from fusedconv.layout import LINE_BYTES, dense, lies_in_lines, line_pitch
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import BackwardProblem, Bias, ConvTransposeGeometry, ForwardProblem
@@ -378,6 +378,8 @@ class GradientsSm90Plan(BackwardPlan):
             grad_input = grad.new_empty(forward.input_shape)
         if "weight" in wanted:
             x = dense(tensors.input, "nchw")
+            if x.data_ptr() % LINE_BYTES:  # tensor maps read it where it is not padded
+                x = x.clone()
             grad_weight = grad.new_empty(weight.shape)
         if "bias" in wanted:
             grad_bias = grad.new_empty(forward.output_channels)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,10 +105,13 @@ class TapsRow(InPlaceRow):
 
     #: The only compute capability, times ten, that it runs on; None for 8.0 and later.
     architecture: int | None = None
+    #: Of a launch.
+    most_blocks = MOST_BLOCKS
 
-    @abstractmethod
     def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
         """Blocks that a sample of a served problem takes."""
+        assert problem.conv is not None
+        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         assert problem.conv is not None
@@ -142,8 +144,10 @@ class TapsRow(InPlaceRow):
         if not support:
             return support
         blocks = self.sample_blocks(problem, config)
-        if blocks > MOST_BLOCKS:
-            return Support.no(f"a sample makes {blocks} blocks, at most {MOST_BLOCKS} are served")
+        if blocks > self.most_blocks:
+            return Support.no(
+                f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
+            )
         if problem.norm is not None:
             channels = problem.output_channels // problem.norm.groups(problem.output_channels)
             moments = config.partial_slots * channels
@@ -154,17 +158,13 @@ class TapsRow(InPlaceRow):
         return Support.yes()
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
-        return MOST_BLOCKS // self.sample_blocks(problem, config)
+        return self.most_blocks // self.sample_blocks(problem, config)
 
 
 class TapsSm80(TapsRow):
     """A row of ``_C.taps.rows()``."""
 
     provider = "taps_sm80"
-
-    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
-        assert problem.conv is not None
-        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

@@ -68,10 +68,7 @@ class TapsSm90(TapsRow):
 
     provider = "taps_sm90"
     architecture = 90
-
-    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
-        assert problem.conv is not None
-        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
+    most_blocks = (1 << 30) - 1
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

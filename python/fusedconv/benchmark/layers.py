@@ -252,7 +252,8 @@ LAYERS: dict[str, LayerWorkload] = {
             "dw2d", "CenterNet on DLA, upsampling", 8, 128, 128, (64, 64), 4, 2, 1, groups=128
         ),
         LayerWorkload(
-            "l2_60", "KernelBench, level 2, problem 60", 128, 3, 16, (16, 32, 32), 3, 2, 1,
+            "l2_60", "KernelBench, level 2, problem 60, less its HardSwish",
+            128, 3, 16, (16, 32, 32), 3, 2, 1,
             norm="group", num_groups=4, activation="silu", order="act_norm",
         ),
         LayerWorkload(

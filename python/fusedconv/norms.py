@@ -114,6 +114,26 @@ def normalized(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
     return KINDS[norm.kind].compute(norm, x, *affine(x, weight, bias))
 
 
+def fold_batch_norm(
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its tensors
+    [K]; in float32 or wider. Autograd follows it to weight and bias.
+
+    y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
+    """
+    wide = statistics_dtype(running_var)
+    scale = torch.rsqrt(running_var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    shift = -running_mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.to(wide)
+
+
 def group_norm_with_statistics(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -132,7 +132,7 @@ class TapsRow(InPlaceRow):
             return Support.no("computes convolutions; the problem has none")
         only = self.architecture
         for support in (
-            supports_forward(problem, device),
+            supports_forward(problem, device, self.ungrouped),
             Support.yes() if only is None else supports_only(device, only),
             supports_precision(problem, self.precision),
             supports_extents(conv, problem.spatial),
@@ -148,8 +148,8 @@ class TapsRow(InPlaceRow):
             return Support.no(
                 f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
             )
-        if problem.norm is not None:
-            channels = problem.output_channels // problem.norm.groups(problem.output_channels)
+        if problem.norm_groups:
+            channels = problem.output_channels // problem.norm_groups
             moments = config.partial_slots * channels
             if moments > MOST_BLOCKS:
                 return Support.no(

@@ -18,14 +18,13 @@ using device::Pack;
 using groupnorm::Affine;
 using groupnorm::before;
 using groupnorm::ChannelAffine;
-using groupnorm::normalized;
 using groupnorm::Statistics;
 
 constexpr int kMostThreads = 512;      // of a block over channels first
 constexpr int kRowThreads = 256;       // of a block over channels last
 constexpr int kRunBytes = 128;         // of neighbouring pixels of a channel, which a block reads
 constexpr int kSmallestRunBytes = 32;  // the same of so many channels that fewer pixels fit
-constexpr int kReductions = 3;
+constexpr int kSums = 3;               // of a pixel, in shared memory
 
 // Registers hold so many packs of a thread between the passes over them; what is left of many
 // channels is read again, mostly from the L2 cache.
@@ -43,10 +42,14 @@ struct Part {
   int count;
 };
 
+// How activations are computed: after the normalisation as known at compile time, quickly or not,
+// and none before it; or each behind a call.
+enum class Activations { kQuickAfter, kExactAfter, kByCall };
+
 // Sums over the threads that share a pixel, in all of them; in a fixed order. `shared` is used once
 // between barriers.
-template <Layout kLayout, int kPixels>
-__device__ __forceinline__ void sum_over_threads(float (&values)[kPixels], int lanes,
+template <Layout kLayout, int kCount>
+__device__ __forceinline__ void sum_over_threads(float (&values)[kCount], int lanes,
                                                  float* shared) {
   int const last = kLayout == Layout::kChannelsFirst ? 32 : lanes;
   for (int step = kLayout == Layout::kChannelsFirst ? lanes : 1; step < last; step *= 2) {
@@ -56,20 +59,18 @@ __device__ __forceinline__ void sum_over_threads(float (&values)[kPixels], int l
   if constexpr (kLayout == Layout::kChannelsFirst) {
     int const warps = int(blockDim.x) / 32;
     if (warps == 1) return;
-    int const width = lanes * kPixels;
-    int const pixel = threadIdx.x % lanes * kPixels;
+    int const lane = int(threadIdx.x) % lanes;
     if (int(threadIdx.x) % 32 < lanes) {
+      int const warp = int(threadIdx.x) / 32;
 #pragma unroll
-      for (int v = 0; v < kPixels; ++v) {
-        shared[threadIdx.x / 32 * width + pixel + v] = values[v];
-      }
+      for (int v = 0; v < kCount; ++v) shared[(warp * kCount + v) * lanes + lane] = values[v];
     }
     __syncthreads();
 #pragma unroll
     for (float& value : values) value = 0.0f;
     for (int warp = 0; warp < warps; ++warp) {
 #pragma unroll
-      for (int v = 0; v < kPixels; ++v) values[v] += shared[warp * width + pixel + v];
+      for (int v = 0; v < kCount; ++v) values[v] += shared[(warp * kCount + v) * lanes + lane];
     }
   }
 }
@@ -79,13 +80,14 @@ __device__ __forceinline__ void sum_over_threads(float (&values)[kPixels], int l
 // 2. takes the mean of its pixels' channels with the other threads of these pixels,
 // 3. takes squared deviations from that, and what rounding left of the mean,
 // 4. normalises and stores.
-template <class T, class U, int kVector, bool kActivate, Layout kLayout>
+template <class T, class U, int kVector, Activations kActivations, Layout kLayout>
 __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine const& affine,
                                                float eps, int lanes, Part const& part,
                                                float* shared, int shared_floats) {
   constexpr bool kFirst = kLayout == Layout::kChannelsFirst;
   constexpr int kPixels = kFirst ? kVector : 1;
   constexpr int kPacks = most_packs(kVector);
+  constexpr bool kByCall = kActivations == Activations::kByCall;
   Pack<T, kVector> packs[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
@@ -106,7 +108,7 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
     }
   };
   auto const activated = [&](T value) {
-    return before<kActivate>(affine.activation_before, device::to_float(value));
+    return before<kByCall>(affine.activation_before, device::to_float(value));
   };
 
   float const count = float(affine.channels);
@@ -119,63 +121,76 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
 #pragma unroll
   for (float& value : mean) value /= count;
 
-  float rest[kPixels] = {};
-  float squares[kPixels] = {};
+  float sums[2 * kPixels] = {};  // of deviations, of their squares
   each([&](Pack<T, kVector> const& pack, int) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
       float const deviation = activated(pack.values[v]) - mean[v % kPixels];
-      rest[v % kPixels] += deviation;
-      squares[v % kPixels] = fmaf(deviation, deviation, squares[v % kPixels]);
+      float& squares = sums[kPixels + v % kPixels];
+      sums[v % kPixels] += deviation;
+      squares = fmaf(deviation, deviation, squares);
     }
   });
-  sum_over_threads<kLayout>(rest, lanes, shared + shared_floats);
-  sum_over_threads<kLayout>(squares, lanes, shared + 2 * shared_floats);
+  sum_over_threads<kLayout>(sums, lanes, shared + shared_floats);
   Statistics statistics[kPixels];
 #pragma unroll
   for (int v = 0; v < kPixels; ++v) {
-    float const low = rest[v] / count;
-    float const m2 = fmaf(-rest[v], low, squares[v]);
+    float const low = sums[v] / count;
+    float const m2 = fmaf(-sums[v], low, sums[kPixels + v]);
     // Rounding may leave less than nothing where all channels are equal; NaN stays.
     device::Moments const moments{count, mean[v], low, m2 < 0.0f ? 0.0f : m2};
     statistics[v] = {mean[v], low, device::reciprocal_deviation(moments, eps)};
   }
 
-  each([&](Pack<T, kVector> const& pack, int index) {
-    Pack<U, kVector> result;
-    float weight = 1.0f;
-    float bias = 0.0f;
+  auto const store = [&](auto const& after) {
+    each([&](Pack<T, kVector> const& pack, int index) {
+      Pack<U, kVector> result;
+      float weight = 1.0f;
+      float bias = 0.0f;
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      if (v == 0 || !kFirst) {
-        int const channel = kFirst ? index : index * kVector + v;
-        weight = groupnorm::weight_of(affine, channel);
-        bias = groupnorm::bias_of(affine, channel);
+      for (int v = 0; v < kVector; ++v) {
+        if (v == 0 || !kFirst) {
+          int const channel = kFirst ? index : index * kVector + v;
+          weight = groupnorm::weight_of(affine, channel);
+          bias = groupnorm::bias_of(affine, channel);
+        }
+        auto const channel = ChannelAffine::of(statistics[v % kPixels], weight, bias);
+        result.values[v] = device::from_float<U>(
+            after(fmaf(activated(pack.values[v]) - channel.mean, channel.scale, channel.shift)));
       }
-      auto const channel = ChannelAffine::of(statistics[v % kPixels], weight, bias);
-      result.values[v] = device::from_float<U>(
-          normalized<kActivate>(device::to_float(pack.values[v]), channel, affine));
-    }
-    result.store(output + part.base + index * part.stride);
-  });
+      result.store(output + part.base + index * part.stride);
+    });
+  };
+  if constexpr (kByCall) {
+    store([&](float value) { return before<true>(affine.activation_after, value); });
+  } else {
+    dispatch_activation(affine.activation_after, [&](auto activation) {
+      using A = decltype(activation);
+      if constexpr (kActivations == Activations::kQuickAfter) {
+        store([](float value) { return device::quick_value<A>(value); });
+      } else {
+        store([](float value) { return A::value(value); });
+      }
+    });
+  }
 }
 
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, Activations kActivations>
 __global__ void __launch_bounds__(kMostThreads)
     normalize_channels_first(T const* input, U* output, Affine affine, float eps, int64_t pixels,
                              int64_t tiles, int lanes) {
-  extern __shared__ float shared[];  // [kReductions][warps][lanes * kVector]
+  extern __shared__ float shared[];  // [kSums][warps][lanes * kVector]
   int64_t const pixel = (blockIdx.x % tiles * lanes + int(threadIdx.x) % lanes) * int64_t(kVector);
   Part const part{.base = blockIdx.x / tiles * affine.channels * pixels + pixel,
                   .stride = pixels,
                   .first = int(threadIdx.x) / lanes,
                   .step = int(blockDim.x) / lanes,
                   .count = pixel < pixels ? affine.channels : 0};
-  normalize_part<T, U, kVector, kActivate, Layout::kChannelsFirst>(
+  normalize_part<T, U, kVector, kActivations, Layout::kChannelsFirst>(
       input, output, affine, eps, lanes, part, shared, int(blockDim.x) / 32 * lanes * kVector);
 }
 
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, Activations kActivations>
 __global__ void __launch_bounds__(kRowThreads)
     normalize_channels_last(T const* input, U* output, Affine affine, float eps, int64_t rows,
                             int lanes) {
@@ -185,15 +200,15 @@ __global__ void __launch_bounds__(kRowThreads)
                   .first = int(threadIdx.x) % lanes,
                   .step = lanes,
                   .count = row < rows ? affine.channels / kVector : 0};
-  normalize_part<T, U, kVector, kActivate, Layout::kChannelsLast>(input, output, affine, eps, lanes,
-                                                                  part, nullptr, 0);
+  normalize_part<T, U, kVector, kActivations, Layout::kChannelsLast>(input, output, affine, eps,
+                                                                     lanes, part, nullptr, 0);
 }
 
 int power_of_two(int64_t most, int64_t wanted) {
   return int(std::bit_ceil(uint64_t(std::clamp<int64_t>(wanted, 1, most))));
 }
 
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, Activations kActivations>
 void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
                            Affine const& affine, cudaStream_t stream) {
   constexpr int kPacks = most_packs(kVector);
@@ -206,14 +221,14 @@ void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
   int const threads =
       int(std::min<int64_t>(kMostThreads, round_up(lanes * ceil_div(p.channels, kPacks), 32)));
   int64_t const tiles = ceil_div(p.pixels, lanes * kVector);
-  int const shared_bytes = kReductions * threads / 32 * lanes * kVector * int(sizeof(float));
+  int const shared_bytes = kSums * threads / 32 * lanes * kVector * int(sizeof(float));
   dim3 const grid = device::checked_grid("normalize_channels_first", p.batch * tiles);
-  normalize_channels_first<T, U, kVector, kActivate><<<grid, threads, shared_bytes, stream>>>(
+  normalize_channels_first<T, U, kVector, kActivations><<<grid, threads, shared_bytes, stream>>>(
       input, output, affine, float(p.eps), p.pixels, tiles, lanes);
   FUSEDCONV_CUDA("normalize_channels_first", cudaGetLastError());
 }
 
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, Activations kActivations>
 void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
                           Affine const& affine, cudaStream_t stream) {
   int64_t const packs = ceil_div(p.channels, kVector);
@@ -221,7 +236,7 @@ void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
   int64_t const rows = p.batch * p.pixels;
   dim3 const grid =
       device::checked_grid("normalize_channels_last", ceil_div(rows * lanes, kRowThreads));
-  normalize_channels_last<T, U, kVector, kActivate>
+  normalize_channels_last<T, U, kVector, kActivations>
       <<<grid, kRowThreads, 0, stream>>>(input, output, affine, float(p.eps), rows, lanes);
   FUSEDCONV_CUDA("normalize_channels_last", cudaGetLastError());
 }
@@ -235,19 +250,25 @@ void launch(GroupNormProblem const& p, GroupNormTensors const& tensors, cudaStre
   bool const first = p.input_layout == Layout::kChannelsFirst;
   bool const vectors = (first ? p.pixels : p.channels) % kVector == 0 &&
                        device::is_aligned(input, 16) && device::is_aligned(output, 16);
-  if (!vectors) {  // where speed matters less than how much is compiled
-    if (first) return launch_channels_first<T, U, 1, true>(p, input, output, affine, stream);
-    return launch_channels_last<T, U, 1, true>(p, input, output, affine, stream);
-  }
-  bool const activate =
-      p.activation_before != Activation::kIdentity || p.activation_after != Activation::kIdentity;
-  device::dispatch_bool(activate, [&](auto active) {
+  auto const launch_as = [&](auto vector, auto activations) {
     if (first) {
-      launch_channels_first<T, U, kVector, active.value>(p, input, output, affine, stream);
+      launch_channels_first<T, U, vector.value, activations.value>(p, input, output, affine,
+                                                                   stream);
     } else {
-      launch_channels_last<T, U, kVector, active.value>(p, input, output, affine, stream);
+      launch_channels_last<T, U, vector.value, activations.value>(p, input, output, affine, stream);
     }
-  });
+  };
+  using ByCall = std::integral_constant<Activations, Activations::kByCall>;
+  using Quick = std::integral_constant<Activations, Activations::kQuickAfter>;
+  using Vector = std::integral_constant<int, kVector>;
+  // Where speed matters less than how much is compiled.
+  if (!vectors) return launch_as(std::integral_constant<int, 1>{}, ByCall{});
+  if (p.activation_before != Activation::kIdentity) return launch_as(Vector{}, ByCall{});
+  if constexpr (std::is_same_v<T, float>) {
+    using Exact = std::integral_constant<Activations, Activations::kExactAfter>;
+    if (!p.quick()) return launch_as(Vector{}, Exact{});
+  }
+  launch_as(Vector{}, Quick{});
 }
 
 }  // namespace

@@ -120,7 +120,7 @@ def supports_only(device: Device, architecture: int) -> Support:
 def supports_forward(
     problem: ForwardProblem, device: Device, ungrouped: frozenset[str] = frozenset()
 ) -> Support:
-    """The conditions of every forward kernel on CUDA; ``ungrouped`` as ``act_norm_act`` takes it."""
+    """The conditions of every forward kernel on CUDA; ``ungrouped`` is ``act_norm_act``'s."""
     support = supports_device(device)
     if not support:
         return support

@@ -188,6 +188,36 @@ def test_behind_a_convolution(kernel, layout, saves, dtype, force, monkeypatch):
             assert relative_error(got, right) <= limit
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+@DTYPES
+def test_an_affine_map_in_the_epilogue(groups, given, layout, dtype, force, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    x = LAYOUTS[layout](torch.randn(2, 32, 9, 8, device="cuda").to(dtype))
+    weight = (torch.randn(32, 40 // groups, 4, 4, device="cuda") / 11).to(dtype)
+    bias = torch.randn(40, device="cuda").to(dtype)
+    affine = [torch.randn(40, device="cuda") if each else None for each in given]
+    keywords = dict(stride=2, padding=1, groups=groups)
+
+    def plain(x, weight, bias, scale, shift):
+        x = CONVOLUTIONS[2](x, weight, bias, **keywords)
+        x = x if scale is None else x * scale[:, None, None]
+        return F.relu(x if shift is None else x + shift[:, None, None])
+
+    tensors = [x, weight, bias, *affine]
+    exact = plain(*(None if each is None else each.double() for each in tensors))
+    force("taps_sm80")
+    poison()
+    actual = conv_transpose_act_norm(
+        x, weight, bias, norm="affine", norm_weight=affine[0], norm_bias=affine[1],
+        activation="relu", order="norm_act", **keywords,
+    )  # fmt: skip
+    assert actual.dtype == dtype
+    eager = relative_error(plain(*tensors).to(dtype), exact)
+    assert relative_error(actual, exact) <= bound(eager, PRECISION[dtype])
+
+
 def test_the_plan_says_so(force, capsys):
     force("taps_sm80")
     x = torch.randn(1, 32, 8, 8, device="cuda")

@@ -26,9 +26,13 @@ constexpr int kRunBytes = 128;         // of neighbouring pixels of a channel, w
 constexpr int kSmallestRunBytes = 32;  // the same of so many channels that fewer pixels fit
 constexpr int kSums = 3;               // of a pixel, in shared memory
 
+constexpr int kFirstVector = 4;  // pixels of an access to channels first
+constexpr int kHeldBytes = 128;  // of a thread's packs
+
 // Registers hold so many packs of a thread between the passes over them; what is left of many
 // channels is read again, mostly from the L2 cache.
-constexpr int most_packs(int vector) { return vector == 1 ? 16 : 8; }
+template <class T, int kVector>
+constexpr int kMostPacks = kVector == 1 ? 16 : kHeldBytes / kVector / int(sizeof(T));
 
 // The packs of a thread: first, first + step, ... below count, `stride` elements from each to the
 // next one of all. Channels first a pack is one channel of kVector pixels, and threads with the
@@ -86,7 +90,7 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
                                                float* shared, int shared_floats) {
   constexpr bool kFirst = kLayout == Layout::kChannelsFirst;
   constexpr int kPixels = kFirst ? kVector : 1;
-  constexpr int kPacks = most_packs(kVector);
+  constexpr int kPacks = kMostPacks<T, kVector>;
   constexpr bool kByCall = kActivations == Activations::kByCall;
   Pack<T, kVector> packs[kPacks];
 #pragma unroll
@@ -176,7 +180,7 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
 }
 
 template <class T, class U, int kVector, Activations kActivations>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMostThreads, 2)
     normalize_channels_first(T const* input, U* output, Affine affine, float eps, int64_t pixels,
                              int64_t tiles, int lanes) {
   extern __shared__ float shared[];  // [kSums][warps][lanes * kVector]
@@ -211,7 +215,7 @@ int power_of_two(int64_t most, int64_t wanted) {
 template <class T, class U, int kVector, Activations kActivations>
 void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
                            Affine const& affine, cudaStream_t stream) {
-  constexpr int kPacks = most_packs(kVector);
+  constexpr int kPacks = kMostPacks<T, kVector>;
   auto const lanes_of = [](int bytes) { return bytes / int(sizeof(T)) / kVector; };
   int const most = kVector == 1 ? 32 : lanes_of(kRunBytes);
   int const least = kVector == 1 ? 32 : lanes_of(kSmallestRunBytes);
@@ -232,7 +236,7 @@ template <class T, class U, int kVector, Activations kActivations>
 void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
                           Affine const& affine, cudaStream_t stream) {
   int64_t const packs = ceil_div(p.channels, kVector);
-  int const lanes = power_of_two(32, ceil_div(2 * packs, most_packs(kVector)));
+  int const lanes = power_of_two(32, ceil_div(2 * packs, kMostPacks<T, kVector>));
   int64_t const rows = p.batch * p.pixels;
   dim3 const grid =
       device::checked_grid("normalize_channels_last", ceil_div(rows * lanes, kRowThreads));
@@ -248,12 +252,12 @@ void launch(GroupNormProblem const& p, GroupNormTensors const& tensors, cudaStre
   Affine const affine = groupnorm::affine_of(p, tensors.weight, tensors.bias, nullptr);
   constexpr int kVector = 16 / sizeof(T);
   bool const first = p.input_layout == Layout::kChannelsFirst;
-  bool const vectors = (first ? p.pixels : p.channels) % kVector == 0 &&
+  bool const vectors = (first ? p.pixels % kFirstVector : p.channels % kVector) == 0 &&
                        device::is_aligned(input, 16) && device::is_aligned(output, 16);
   auto const launch_as = [&](auto vector, auto activations) {
     if (first) {
-      launch_channels_first<T, U, vector.value, activations.value>(p, input, output, affine,
-                                                                   stream);
+      constexpr int kPixels = vector.value == 1 ? 1 : kFirstVector;
+      launch_channels_first<T, U, kPixels, activations.value>(p, input, output, affine, stream);
     } else {
       launch_channels_last<T, U, vector.value, activations.value>(p, input, output, affine, stream);
     }

@@ -7,13 +7,16 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+import torch
+
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
+from fusedconv.norms import KINDS
 from fusedconv.plan import ForwardKernel
-from fusedconv.precision import Precision
+from fusedconv.precision import Precision, dtype_name
 from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
@@ -92,16 +95,21 @@ class ConvolutionRow(ForwardKernel):
         partials = program.absent
         if program.groups:
             partials = program.scratch(config.partial_bytes_per_sample)
+        activation, affine = program.form.before, {}
+        if _is_affine(program.form):
+            activation = program.form.after
+            affine = {"scale": program.norm_weight, "shift": program.norm_bias}
         program.compiled.per_chunk(
             self.room.Convolve(
                 config,
-                activation=COMPILED[program.form.before],
+                activation=COMPILED[activation],
                 activates_output=not program.problem.save,
                 input=program.input,
                 filter=filter,
                 bias=program.bias,
                 output=output,
                 partials=partials,
+                **affine,
             )
         )
         return partials
@@ -209,6 +217,27 @@ class InPlaceRow(ConvolutionRow):
         )
 
 
+def supports_affine(problem: ForwardProblem) -> Support:
+    """Whether a row that scales and shifts in its epilogue has the problem's affine map, if any."""
+    form = act_norm_act(problem.epilogue, frozenset(KINDS))
+    if isinstance(form, Support) or not _is_affine(form):
+        return Support.yes()
+    assert form.norm is not None
+    if form.norm.affine_dtype not in (None, torch.float32):
+        return Support.no(f"affine dtype is {dtype_name(form.norm.affine_dtype)}, not fp32")
+    if form.before != "identity":
+        return Support.no(f"{form.before} is in front of the affine map")
+    if problem.save:
+        return Support.no("an affine map that saves for the backward pass is torch's")
+    if _goes_through_scratch(problem):
+        return Support.no("an affine map in another dtype than the convolution's is torch's")
+    return Support.yes()
+
+
+def _is_affine(form: ActNormAct) -> bool:
+    return form.norm is not None and form.norm.kind == "affine"
+
+
 def _goes_through_scratch(problem: ForwardProblem) -> bool:
     """Whether the convolution's output is of another dtype than the result."""
     return not problem.save and problem.output_dtype != problem.dtype
@@ -216,7 +245,9 @@ def _goes_through_scratch(problem: ForwardProblem) -> bool:
 
 def _passes(problem: ForwardProblem) -> int:
     """Passes over the convolution's output: one, unless that is the result."""
-    form = act_norm_act(problem.epilogue, UNGROUPED)
+    form = act_norm_act(problem.epilogue, frozenset(KINDS))
     assert isinstance(form, ActNormAct)
+    if _is_affine(form):
+        return 0
     done = form.norm is None and form.after == "identity" and not problem.save
     return 0 if done and problem.output_dtype == problem.dtype else 1

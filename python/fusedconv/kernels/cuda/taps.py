@@ -17,7 +17,13 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
+from fusedconv.kernels.cuda.convolution import (
+    UNGROUPED,
+    InPlaceRow,
+    by_axis,
+    supports_affine,
+    supports_extents,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltForward,
@@ -135,6 +141,7 @@ class TapsRow(InPlaceRow):
             supports_forward(problem, device, self.ungrouped),
             Support.yes() if only is None else supports_only(device, only),
             supports_precision(problem, self.precision),
+            supports_affine(problem),
             supports_extents(conv, problem.spatial),
         ):
             if not support:
@@ -165,6 +172,7 @@ class TapsSm80(TapsRow):
     """A row of ``_C.taps.rows()``."""
 
     provider = "taps_sm80"
+    ungrouped = UNGROUPED | {"affine"}
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

@@ -224,7 +224,7 @@ def supports_affine(problem: ForwardProblem) -> Support:
         return Support.yes()
     assert form.norm is not None
     if form.norm.affine_dtype not in (None, torch.float32):
-        return Support.no(f"affine dtype is {dtype_name(form.norm.affine_dtype)}, not fp32")
+        return Support.no(f"affine dtype is {dtype_name(form.norm.affine_dtype)}, not float32")
     if form.before != "identity":
         return Support.no(f"{form.before} is in front of the affine map")
     if problem.save:

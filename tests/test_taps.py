@@ -417,10 +417,7 @@ def test_an_affine_map_is_in_the_epilogue(kernel):
     for changes, text in (
         ({"order": "act_norm"}, "gelu is in front of the affine map"),
         ({"save": True}, "saves for the backward pass"),
-        (
-            {"norm": replace(AFFINE, affine_dtype=torch.float16)},
-            "affine dtype is float16, not float32",
-        ),
+        ({"norm": replace(AFFINE, affine_dtype=torch.float16)}, "dtype is float16, not float32"),
     ):
         asked = PLAIN.problem(kernel, **{"norm": AFFINE, "order": "norm_act", **changes})
         support = kernel.supports(asked, H200)

@@ -46,9 +46,9 @@ struct Part {
   int count;
 };
 
-// How activations are computed: after the normalisation as known at compile time, quickly or not,
-// and none before it; or each behind a call.
-enum class Activations { kQuickAfter, kExactAfter, kByCall };
+// How activations are computed: after the normalisation as known at compile time and quickly, and
+// none before it; or each behind a call.
+enum class Activations { kQuickAfter, kByCall };
 
 // Sums over the threads that share a pixel, in all of them; in a fixed order. `shared` is used once
 // between barriers.
@@ -170,11 +170,7 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
   } else {
     dispatch_activation(affine.activation_after, [&](auto activation) {
       using A = decltype(activation);
-      if constexpr (kActivations == Activations::kQuickAfter) {
-        store([](float value) { return device::quick_value<A>(value); });
-      } else {
-        store([](float value) { return A::value(value); });
-      }
+      store([](float value) { return device::quick_value<A>(value); });
     });
   }
 }
@@ -263,16 +259,15 @@ void launch(GroupNormProblem const& p, GroupNormTensors const& tensors, cudaStre
     }
   };
   using ByCall = std::integral_constant<Activations, Activations::kByCall>;
-  using Quick = std::integral_constant<Activations, Activations::kQuickAfter>;
   using Vector = std::integral_constant<int, kVector>;
   // Where speed matters less than how much is compiled.
   if (!vectors) return launch_as(std::integral_constant<int, 1>{}, ByCall{});
-  if (p.activation_before != Activation::kIdentity) return launch_as(Vector{}, ByCall{});
-  if constexpr (std::is_same_v<T, float>) {
-    using Exact = std::integral_constant<Activations, Activations::kExactAfter>;
-    if (!p.quick()) return launch_as(Vector{}, Exact{});
+  if constexpr (std::is_same_v<T, U>) {
+    using Quick = std::integral_constant<Activations, Activations::kQuickAfter>;
+    bool const quick = p.quick() || p.activation_after == Activation::kIdentity;
+    if (quick && p.activation_before == Activation::kIdentity) return launch_as(Vector{}, Quick{});
   }
-  launch_as(Vector{}, Quick{});
+  launch_as(Vector{}, ByCall{});
 }
 
 }  // namespace

@@ -40,6 +40,7 @@ def conv_arguments(
     channels=4,
     out_channels=6,
     precision=None,
+    norm=None,
 ):
     """The operator's arguments, from a fixed seed."""
     make = maker(4, dtype, requires_grad)
@@ -56,11 +57,12 @@ def conv_arguments(
         activation,
         order,
         num_groups,
-        make(out_channels) if num_groups and affine else None,
-        make(out_channels) if num_groups and affine else None,
+        make(out_channels) if (num_groups or norm) and affine else None,
+        make(out_channels) if (num_groups or norm) and affine else None,
         1e-5,
         precision,
         None,
+        norm,
         save,
     )
 
@@ -84,6 +86,9 @@ CONV_CASES = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16, "layout": "nhwc"},
     "float64": {"dtype": torch.float64, "order": "norm_act"},
+    "instance norm": {"norm": "instance", "num_groups": 0},
+    "layer norm": {"norm": "layer", "num_groups": 0, "order": "norm_act"},
+    "affine map": {"norm": "affine", "num_groups": 0, "layout": "nhwc"},
     "precision": {"precision": "fp32", "activation": "gelu_tanh"},
 }
 

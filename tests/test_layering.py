@@ -217,6 +217,7 @@ ROOMS = {
     "cpu": ("include",),
     "layout": ("include", "program", "cuda", "conv"),  # conv/problem.hpp's filters
     "groupnorm": ("include", "program", "cuda"),
+    "layernorm": ("include", "program", "cuda", "groupnorm"),
     "conv": ("include", "program", "cuda", "groupnorm"),
 }
 

@@ -78,8 +78,8 @@ def test_models_are_their_originals(name):
 def test_models_leave_to_torch_what_they_do_not_fuse(name):
     layer = LAYERS[name]
     model = layer.model(layer)
-    behind = layer.norm in ("layer", "batch")
-    assert (model.norm is not None) == behind
+    behind = layer.norm == "batch"
+    assert (model.norm is not None) == (layer.norm in ("layer", "batch"))
     assert model.activation == (None if behind else layer.activation)
     assert model.activation_behind == (layer.activation if behind else None)
     assert (model.group_norm is not None) == (layer.norm in ("group", "instance"))

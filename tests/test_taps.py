@@ -393,6 +393,38 @@ def test_steps(kernel):
     assert steps_of(kernel, norm=instance, order="norm_act")[2] == "merge moments"
 
 
+LAYER = group_norm_stage(0, kind="layer")
+AFFINE = group_norm_stage(0, kind="affine")
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_a_layer_norm_is_one_pass_behind(kernel):
+    _, convolve, last = steps_of(kernel, norm=LAYER, order="norm_act", activation="gelu")
+    assert convolve.endswith("+ bias")
+    assert last == "layer norm + gelu over channels in one pass (nchw)"
+    _, convolve, last = steps_of(kernel, norm=LAYER, activation="gelu", layout="nhwc")
+    assert convolve.endswith("+ bias + gelu")
+    assert last == "layer norm over channels in one pass (nhwc)"
+    saved = steps_of(kernel, norm=LAYER, activation="gelu", save=True)
+    assert saved[2:] == ["gelu + layer norm over channels in one pass (nchw)"]
+
+
+@pytest.mark.parametrize("kernel", SM80, **names)
+def test_an_affine_map_is_in_the_epilogue(kernel):
+    steps = steps_of(kernel, norm=AFFINE, order="norm_act", activation="relu")
+    assert len(steps) == 2
+    assert steps[1].endswith("+ bias + affine + relu")
+    for changes, text in (
+        ({"order": "act_norm"}, "gelu is in front of the affine map"),
+        ({"save": True}, "saves for the backward pass"),
+        ({"norm": replace(AFFINE, affine_dtype=torch.float16)}, "dtype is float16, not float32"),
+    ):
+        asked = PLAIN.problem(kernel, **{"norm": AFFINE, "order": "norm_act", **changes})
+        support = kernel.supports(asked, H200)
+        assert not support
+        assert text in support.reason
+
+
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_a_batch_beyond_the_scratch_limit_comes_in_chunks(kernel):
     asked = PLAIN.problem(kernel, norm=group_norm_stage(3), batch=1 << 24)

@@ -13,11 +13,14 @@ void bind_convolve_steps(py::module_& m) {
   using Convolve = conv::Convolve<Config>;
   using Merge = conv::MergeMoments<Config>;
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
-      m, "Convolve", "Convolution, bias, activation, and partial moments of activated values.")
-      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand>(),
+      m, "Convolve",
+      "Convolution, bias, scale and shift, activation, and partial moments of activated values.")
+      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand,
+                    Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
-           py::arg("partials"));
+           py::arg("partials"), py::arg("scale") = Operand(), py::arg("shift") = Operand(),
+           "scale, shift: float32 of each channel behind the bias, where the config has them.");
   py::class_<Merge, Step, std::shared_ptr<Merge>>(
       m, "MergeMoments", "Partial moments to statistics by sample and group.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),

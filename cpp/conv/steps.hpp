@@ -65,8 +65,7 @@ FilterSource const& matching(Config const& config, FilterSource const& source) {
 
 template <class Config>
 GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
-  expect<Config, int64_t>(config, "channels", problem.channels,
-                          output_channels_of(config.problem));
+  expect<Config, int64_t>(config, "channels", problem.channels, output_channels_of(config.problem));
   expect<Config, std::string>(config, "dtype", name_of(problem.dtype),
                               name_of(config.traits().dtype));
   return problem;
@@ -104,13 +103,23 @@ class PackFilter final : public Step {
   Operand weight_, filter_;
 };
 
-// Convolution, bias, activation, and by tile and channel the moments of activated values. Without
-// activates_output it is stored before the activation. bias and partials may be absent.
+// Whether a config's Arguments have a scale and a shift of each channel behind the bias.
+template <class Config>
+inline constexpr bool kScales = requires { requires Config::kScales; };
+
+// Declared for its return type.
+template <class Arguments>
+Arguments arguments_of(void (*launch)(Arguments const&, cudaStream_t));
+
+// Convolution, bias, scale and shift of each channel, activation, and by tile and channel the
+// moments of activated values. Without activates_output it is stored before the activation. bias,
+// partials, scale and shift may be absent.
 template <class Config>
 class Convolve final : public Step {
  public:
   Convolve(Config const& config, Activation activation, bool activates_output, Operand input,
-           Operand filter, Operand bias, Operand output, Operand partials)
+           Operand filter, Operand bias, Operand output, Operand partials, Operand scale,
+           Operand shift)
       : config_(served(config)),
         activation_(activation),
         activates_output_(activates_output),
@@ -118,35 +127,46 @@ class Convolve final : public Step {
         filter_(filter),
         bias_(bias),
         output_(output),
-        partials_(partials) {}
+        partials_(partials),
+        scale_(scale),
+        shift_(shift) {
+    bool const scales = scale.present() || shift.present();
+    expect(config, "scale and shift", scales, scales && kScales<Config>);
+  }
 
   std::string describe() const override {
+    bool const scales = scale_.present() || shift_.present();
     return groupnorm::join_parts(
-        " + ",
-        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
-         groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
+        " + ", {detail::join(config_.row->name, " (", config_.reads(), ")"),
+                bias_.present() ? "bias" : "", scales ? "affine" : "",
+                groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
   }
   std::vector<Operand> operands() const override {
-    return {input_, filter_, bias_, output_, partials_};
+    return {input_, filter_, bias_, output_, partials_, scale_, shift_};
   }
   void run(RunContext const& context, void*) const override {
-    config_.row->launch({.config = config_,
-                         .batch = int(context.samples),
-                         .activation = activation_,
-                         .activates_output = activates_output_,
-                         .input = context.at(input_),
-                         .filter = context.at(filter_),
-                         .bias = context.at(bias_),
-                         .output = context.at(output_),
-                         .partials = context.at<typename PartialOf<Config>::Type>(partials_)},
-                        context.stream);
+    decltype(arguments_of(config_.row->launch)) arguments{
+        .config = config_,
+        .batch = int(context.samples),
+        .activation = activation_,
+        .activates_output = activates_output_,
+        .input = context.at(input_),
+        .filter = context.at(filter_),
+        .bias = context.at(bias_),
+        .output = context.at(output_),
+        .partials = context.at<typename PartialOf<Config>::Type>(partials_)};
+    if constexpr (kScales<Config>) {
+      arguments.scale = context.at<float>(scale_);
+      arguments.shift = context.at<float>(shift_);
+    }
+    config_.row->launch(arguments, context.stream);
   }
 
  private:
   Config config_;
   Activation activation_;
   bool activates_output_;
-  Operand input_, filter_, bias_, output_, partials_;
+  Operand input_, filter_, bias_, output_, partials_, scale_, shift_;
 };
 
 // problem.batch is the run's. mean and rstd may be absent.

@@ -1,7 +1,7 @@
 """Functional forms: ``conv_transpose_act_norm`` and ``group_norm``.
 
 Every activation is a name in ``fusedconv.activations.ACTIVATIONS`` or None; ``order`` is "act_norm"
-(activation, then GroupNorm, as in the three systems) or "norm_act" (GroupNorm, then activation, as
+(activation, then GroupNorm, as in the three systems) or "norm_act" (the other way round, as
 in most published models). Integers are what torch takes for integers (numpy's too, no bool); a
 value per axis is an integer, or a sequence of one or of all.
 """
@@ -18,6 +18,7 @@ from fusedconv import ops, validation
 from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.arguments import choice, finite, integer, integers, tensor
 from fusedconv.kernels.torch import TorchPlan
+from fusedconv.norms import KINDS, fold_batch_norm, normalized
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
 from fusedconv.reference import compose, conv_transpose
@@ -48,17 +49,24 @@ def conv_transpose_act_norm(
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
     precision: str | None = None,
+    norm: str | None = None,
 ) -> Tensor:
-    """Transposed convolution (+ bias), activation and GroupNorm.
+    """Transposed convolution (+ bias), activation and normalisation.
 
     ``input`` is [N, C, *spatial] with one, two or three spatial axes, ``weight`` is
     [C, K / groups, *kernel_size], ``bias``, ``norm_weight`` and ``norm_bias`` are [K]; the first
     eight arguments mean what they mean in ``torch.nn.functional.conv_transpose2d``. The result is
     [N, K, *output spatial], channels last where the input is and dense channels first otherwise.
 
-    ``num_groups`` None leaves the GroupNorm out, ``activation`` None the activation. Without a
-    GroupNorm the input may lack the batch, as torch's convolution allows; with one it may not, as a
-    sample's channels would be taken for a batch. ``precision``
+    ``norm`` is "group" (GroupNorm of ``num_groups``), "instance" (statistics of each sample and
+    channel), "layer" (of each sample and pixel over the channels, as LayerNorm2d of Segment
+    Anything) or "affine" (none: times ``norm_weight`` plus ``norm_bias``, a BatchNorm whose running
+    statistics are folded into both; see ``fold_batch_norm``). None is "group" where ``num_groups``
+    is given and leaves the normalisation out where it is not; ``activation`` None leaves the
+    activation out.
+
+    Without a normalisation the input may lack the batch, as torch's convolution allows; with one it
+    may not, as a sample's channels would be taken for a batch. ``precision``
     is "tf32" or "fp32" for float32 input; None follows torch's switches for convolutions, and where
     autocast lowers the input it says nothing.
 
@@ -69,11 +77,11 @@ def conv_transpose_act_norm(
         return handle_torch_function(
             conv_transpose_act_norm, tensors, input, weight, bias, stride, padding, output_padding,
             groups, dilation, activation=activation, order=order, num_groups=num_groups,
-            norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision,
+            norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision, norm=norm,
         )  # fmt: skip
     arguments = (
         stride, padding, output_padding, groups, dilation, activation, order, num_groups, eps,
-        precision,
+        precision, norm,
     )  # fmt: skip
     seen = ops.recall(tensors, arguments)
     if seen is not None:
@@ -92,9 +100,17 @@ def conv_transpose_act_norm(
     choice("precision", precision, PRECISIONS, optional=True)
     eps = finite("eps", eps)
     groups = integer("groups", groups)
-    if num_groups is None:
+    kind = choice("norm", norm, tuple(KINDS), optional=True)
+    if kind not in (None, "group"):
+        if num_groups is not None:
+            raise ValueError(f"num_groups: got {num_groups} for norm {kind!r}, expected None")
+    elif num_groups is None:
+        if kind is not None:
+            raise ValueError("num_groups: got None for norm 'group', expected a positive integer")
         if norm_weight is not None or norm_bias is not None:
-            raise ValueError("norm_weight, norm_bias: got tensors, expected None as num_groups is")
+            raise ValueError(
+                "norm_weight, norm_bias: got tensors, expected None as there is no norm"
+            )
     else:
         num_groups = integer("num_groups", num_groups, optional=True)
         if num_groups < 1:
@@ -105,7 +121,8 @@ def conv_transpose_act_norm(
         integers("output_padding", output_padding, axes, 0),
         integers("dilation", dilation, axes, 1),
     )
-    if input.dim() == axes + 1 and num_groups is None:
+    normalises = kind is not None or num_groups is not None
+    if input.dim() == axes + 1 and not normalises:
         stride, padding, output_padding, dilation = geometry
         batched = conv_transpose_act_norm(
             input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation,
@@ -118,11 +135,11 @@ def conv_transpose_act_norm(
     lowers = _under_autocast(device) and input.dtype != torch.float64
     if lowers:
         # What autocast does to eager's operators: the convolution in the low precision and, on
-        # CUDA, GroupNorm in float32.
+        # CUDA, normalisations in float32, but not BatchNorm.
         low = torch.get_autocast_dtype(device)
         input, weight = _lowered(input, low), _lowered(weight, low)
         bias = None if bias is None else _lowered(bias, low)
-        output_dtype = torch.float32 if num_groups is not None else None
+        output_dtype = torch.float32 if normalises and kind != "affine" else None
         if input.dtype != torch.float32 or device != "cuda":
             precision = None  # which speaks of float32 on CUDA
 
@@ -140,6 +157,7 @@ def conv_transpose_act_norm(
         eps,
         precision,
         output_dtype,
+        None if kind == "group" else kind,
     )
     if lowers and device != "cuda":
         return _composed_under_autocast(call)
@@ -188,9 +206,12 @@ def _composed_under_autocast(call: ops.ConvCall) -> Tensor:
         x = activate(x, call.activation)
     if norm is None:
         return x
-    x = torch.nn.functional.group_norm(
-        x, norm.num_groups, call.norm_weight, call.norm_bias, call.eps
-    )
+    if norm.kind == "group":
+        x = torch.nn.functional.group_norm(
+            x, norm.num_groups, call.norm_weight, call.norm_bias, call.eps
+        )
+    else:
+        x = normalized(norm, x, call.norm_weight, call.norm_bias)
     return activate(x, call.activation) if call.order == "norm_act" else x
 
 
@@ -261,4 +282,4 @@ def _widens(input: Tensor) -> bool:
     )
 
 
-__all__ = ["conv_transpose_act_norm", "group_norm"]
+__all__ = ["conv_transpose_act_norm", "fold_batch_norm", "group_norm"]

@@ -123,6 +123,7 @@ class FusedConvTranspose(nn.Module):
                     None if norm is None else norm.bias,
                     1e-5 if norm is None else norm.eps,
                     self.precision,
+                    None,
                 )
         return self._compose(input, output_size)
 

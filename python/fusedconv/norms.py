@@ -91,14 +91,15 @@ def _over_channels(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | 
     return F.layer_norm(last, last.shape[-1:], weight, bias, norm.eps).movedim(-1, 1)
 
 
+def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``x`` [..., C] times weight [C] plus bias [C], where they are given."""
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
 def _scaled(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    per_channel = (1, x.shape[1], *(1,) * (x.dim() - 2))
-    wide = x.to(statistics_dtype(x))
-    if weight is not None:
-        wide = wide * weight.reshape(per_channel)
-    if bias is not None:
-        wide = wide + bias.reshape(per_channel)
-    return wide.to(x.dtype)
+    wide = x.to(statistics_dtype(x)).movedim(1, -1)
+    return scaled(wide, weight, bias).movedim(-1, 1).to(x.dtype)
 
 
 KINDS: dict[str, Kind] = {
@@ -112,6 +113,26 @@ KINDS: dict[str, Kind] = {
 def normalized(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """``x`` [N, C, *spatial] normalised by torch's operators, which autograd follows."""
     return KINDS[norm.kind].compute(norm, x, *affine(x, weight, bias))
+
+
+def fold_batch_norm(
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its
+    tensors [K]; in float32 or wider. Autograd follows it to weight and bias.
+
+    y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
+    """
+    wide = statistics_dtype(running_var)
+    scale = torch.rsqrt(running_var.to(wide) + eps)
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    shift = -running_mean.to(wide) * scale
+    return scale, shift if bias is None else shift + bias.to(wide)
 
 
 def group_norm_with_statistics(

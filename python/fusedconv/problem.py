@@ -72,8 +72,8 @@ Epilogue = tuple[Stage, ...]
 
 @dataclass(frozen=True)
 class ActNormAct:
-    """The epilogues that fused kernels have: [bias], [activation], [normalisation of groups],
-    [activation]. Activations are names, "identity" where there is none."""
+    """The epilogues that fused kernels have: [bias], [activation], [normalisation], [activation].
+    Activations are names, "identity" where there is none."""
 
     bias: bool
     before: str
@@ -90,8 +90,9 @@ def epilogue(bias: bool, activation: str, order: str, norm: Norm | None) -> Epil
 
 
 @lru_cache(maxsize=4096)
-def act_norm_act(stages: Epilogue) -> ActNormAct | Support:
-    """An epilogue as the fused kernels take it, or why they do not."""
+def act_norm_act(stages: Epilogue, ungrouped: frozenset[str] = frozenset()) -> ActNormAct | Support:
+    """An epilogue as the fused kernels take it, or why they do not. ``ungrouped`` are the kinds of
+    normalisation that the asking kernel has beside those of groups of channels."""
     rest = list(stages)
     bias = bool(rest) and isinstance(rest[0], Bias)
     if bias:
@@ -102,7 +103,7 @@ def act_norm_act(stages: Epilogue) -> ActNormAct | Support:
             return Support.no(f"no fused kernel has the activation {activation}")
     norms = [stage for stage in rest if isinstance(stage, Norm)]
     for norm in norms:
-        if KINDS[norm.kind].groups(norm, 1) == 0:
+        if KINDS[norm.kind].groups(norm, 1) == 0 and norm.kind not in ungrouped:
             return Support.no(f"no fused kernel has the normalisation {norm}")
     for stage in rest:
         if not isinstance(stage, Activation | Norm):
@@ -240,6 +241,11 @@ class ForwardProblem:
     @property
     def norm(self) -> Norm | None:
         return next((stage for stage in self.epilogue if isinstance(stage, Norm)), None)
+
+    @property
+    def norm_groups(self) -> int:
+        """Groups of channels that a sample's statistics are of; 0 without such a normalisation."""
+        return 0 if self.norm is None else self.norm.groups(self.output_channels)
 
     @property
     def activations(self) -> tuple[Activation, ...]:

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 from fusedconv.activations import activate, activate_by, activation_gradient
 from fusedconv.layout import dense
 from fusedconv.norms import (
+    KINDS,
     Norm,
     affine,
     group_norm_with_statistics,
     normalized,
+    scaled,
     statistics_dtype,
 )
 from fusedconv.plan import BackwardTensors, Gradients, Outputs
@@ -138,7 +140,7 @@ def _epilogue(
 def epilogue_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gradients:
     """Gradients of the part "epilogue", in float32 where the tensors have 16 bits: a slope taken at
     rounded values would be off by the rounding."""
-    form = act_norm_act(problem.forward.epilogue)
+    form = act_norm_act(problem.forward.epilogue, frozenset(KINDS))
     if not isinstance(form, ActNormAct):
         return _epilogue_gradients_by_autograd(problem, tensors)
     wanted = problem.gradients
@@ -148,16 +150,16 @@ def epilogue_gradients(problem: BackwardProblem, tensors: BackwardTensors) -> Gr
         x = tensors.of_epilogue
         grad = activation_gradient(tensors.grad_output.to(x.dtype), x, form.before)
     else:
-        grad, norm_weight, norm_bias = _norm_gradients(
-            form,
-            problem.forward.output_channels,
-            tensors,
-            (
-                bool(wanted & {"conv_output", "input"}),
-                "norm_weight" in wanted,
-                "norm_bias" in wanted,
-            ),
+        needs = (
+            bool(wanted & {"conv_output", "input"}),
+            "norm_weight" in wanted,
+            "norm_bias" in wanted,
         )
+        if problem.forward.norm_groups:
+            channels = problem.forward.output_channels
+            grad, norm_weight, norm_bias = _norm_gradients(form, channels, tensors, needs)
+        else:
+            grad, norm_weight, norm_bias = _ungrouped_gradients(form, tensors, needs)
     return Gradients.of_epilogue(problem, grad, norm_weight, norm_bias)
 
 
@@ -202,6 +204,43 @@ def _norm_gradients(
     )
     if grad_x is not None and grad_x.numel():
         grad_x = activation_gradient(grad_x, x, form.before)
+    return grad_x, grad_weight, grad_bias
+
+
+def _ungrouped_gradients(
+    form: ActNormAct, tensors: BackwardTensors, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same of a normalisation over channels or an affine map, with channels last."""
+    norm = form.norm
+    assert norm is not None
+    x = tensors.of_epilogue
+    wide = statistics_dtype(x)
+    x = x.to(wide).movedim(1, -1)
+    grad = tensors.grad_output.to(wide).movedim(1, -1)
+    activated = activate(x, form.before).contiguous()
+    channels = list(x.shape[-1:])
+    weight, bias = affine(x, tensors.norm_weight, tensors.norm_bias)
+    weight = None if weight is None else weight.to(wide).contiguous()
+    bias = None if bias is None else bias.to(wide).contiguous()
+    layer = norm.kind == "layer"
+    if layer:
+        normed, mean, rstd = torch.ops.aten.native_layer_norm(
+            activated, channels, weight, bias, norm.eps
+        )
+    else:
+        normed = scaled(activated, weight, bias)
+    grad = activation_gradient(grad, normed, form.after).contiguous()
+    if layer:
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, activated, channels, mean, rstd, weight, bias, list(needs)
+        )
+    else:
+        pixels = list(range(x.dim() - 1))
+        grad_x = scaled(grad, weight, None) if needs[0] else None
+        grad_weight = (grad * activated).sum(pixels) if needs[1] else None
+        grad_bias = grad.sum(pixels) if needs[2] else None
+    if grad_x is not None and needs[0]:
+        grad_x = activation_gradient(grad_x, x, form.before).movedim(-1, 1)
     return grad_x, grad_weight, grad_bias
 
 

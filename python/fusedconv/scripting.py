@@ -43,8 +43,9 @@ def conv_transpose_act_norm(
     norm_bias: Tensor | None,
     eps: float,
     precision: str | None,
+    norm: str | None,
 ) -> Tensor:
-    """The operator; ``num_groups`` 0 leaves the GroupNorm out."""
+    """The operator; ``norm`` None and ``num_groups`` 0 leave the normalisation out."""
     return torch.ops.fusedconv.conv_transpose_act_norm_traced(
         input,
         weight,
@@ -62,6 +63,7 @@ def conv_transpose_act_norm(
         eps,
         precision,
         None,
+        norm,
     )
 
 

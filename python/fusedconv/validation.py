@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedconv.activations import ACTIVATIONS
 from fusedconv.arguments import choice, finite, integers
-from fusedconv.norms import Norm
+from fusedconv.norms import KINDS, Norm
 from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ORDERS, ConvTransposeGeometry
 
@@ -61,9 +61,15 @@ def norm_geometry(
     bias: Tensor | None,
     eps: float,
     names: tuple[str, str],
+    kind: str = "group",
 ) -> Norm:
-    """GroupNorm's part of a problem; ``names`` are what messages call weight and bias."""
-    if num_groups < 1 or channels % num_groups:
+    """The normalisation's part of a problem; ``names`` are what messages call weight and bias.
+    ``num_groups`` is 0 unless ``kind`` is "group"."""
+    choice("norm", kind, tuple(KINDS))
+    if kind != "group":
+        if num_groups:
+            raise ValueError(f"num_groups: got {num_groups} for norm {kind!r}, expected 0")
+    elif num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"num_groups: got {num_groups}, expected a positive divisor of {channels} channels"
         )
@@ -82,7 +88,7 @@ def norm_geometry(
         )
     dtypes = [tensor.dtype for tensor in (weight, bias) if tensor is not None]
     return Norm(
-        "group",
+        kind,
         num_groups,
         eps,
         weight is not None,

@@ -260,18 +260,24 @@ __device__ __forceinline__ void finish(Params const& p, Block const& block, RowP
                                        int warp, Accumulators& sums, unsigned char* shared) {
   using T = typename Traits::Element;
   int const lane = threadIdx.x % 32;
-  if (p.bias != nullptr) {
+  if (p.bias != nullptr || p.scale != nullptr || p.shift != nullptr) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       int const channel = own.channel + i * 8 + lane / 4;
-      float const bias = channel < p.output_channels
-                             ? device::to_float(static_cast<T const*>(
-                                   p.bias)[block.group * p.output_channels + channel])
+      int const index = block.group * p.output_channels + channel;
+      bool const exists = channel < p.output_channels;
+      float const bias = exists && p.bias != nullptr
+                             ? device::to_float(static_cast<T const*>(p.bias)[index])
                              : 0.0f;
+      float const scale = exists && p.scale != nullptr ? p.scale[index] : 1.0f;
+      float const shift = exists && p.shift != nullptr ? p.shift[index] : 0.0f;
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j) {
-        sums[i / 2][j][i % 2 * 2] += bias;
-        sums[i / 2][j][i % 2 * 2 + 1] += bias;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& value = sums[i / 2][j][i % 2 * 2 + e];
+          value = fmaf(value + bias, scale, shift);
+        }
       }
     }
   }

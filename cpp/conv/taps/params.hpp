@@ -13,6 +13,7 @@ struct Params {
   void const* input;
   unsigned char const* filter;
   void const* bias;
+  float const *scale, *shift;
   void* output;
   CountedPartial* partials;
   Axis axes[kMaxAxes];
@@ -143,6 +144,8 @@ inline Params Params::of(Arguments const& a) {
   p.input = a.input;
   p.filter = static_cast<unsigned char const*>(a.filter);
   p.bias = a.bias;
+  p.scale = a.scale;
+  p.shift = a.shift;
   p.output = a.output;
   p.partials = a.partials;
   for (int i = 0; i < kMaxAxes; ++i) {

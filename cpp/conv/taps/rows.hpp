@@ -28,6 +28,8 @@ struct Arguments {
   void const* bias = nullptr;          // [K] of the tensors' type, or null
   void* output = nullptr;              // in the input's layout
   CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+  float const* scale = nullptr;        // [K]: (convolution + bias) * scale + shift is activated
+  float const* shift = nullptr;        // [K]; either may be null
 };
 
 // One compiled kernel for each way of reading the input.
@@ -49,6 +51,8 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
+  static constexpr bool kScales = true;  // its Arguments have scale and shift
+
   Row const* row;  // of rows()
   Problem problem;
   Schedule schedule;

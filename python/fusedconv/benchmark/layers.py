@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedconv.activations import activate
+from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.modules import (
     ConvTransposeActNorm1d,
     ConvTransposeActNorm2d,
@@ -158,10 +159,11 @@ class PlainLayer(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """In front of one of our modules: what it does not compute runs behind it in torch's."""
+    """In front of one of our modules: LayerNorm2d is computed with it, BatchNorm runs behind it in
+    torch's operators."""
 
     def __init__(self, layer: LayerWorkload) -> None:
-        whole = layer.norm is None or layer.statistics is not None
+        whole = layer.norm != "batch"
         super().__init__(
             *layer.convolution,
             num_groups=layer.statistics,
@@ -169,10 +171,32 @@ class _FusedLayer(nn.Module):
             activation=layer.activation if whole else None,
             order=layer.order,
         )
-        self.norm = None if whole else layer.norm_module()
+        own = layer.norm is None or layer.statistics is not None
+        self.norm = None if own else layer.norm_module()
         self.activation_behind = None if whole else layer.activation
 
     def forward(self, input: Tensor) -> Tensor:
+        norm: Any = self.norm
+        if isinstance(norm, LayerNorm2d):
+            conv: Any = self.conv_transpose
+            activation: Any = self.activation  # which nn.Module types as a child
+            order: Any = self.order
+            return conv_transpose_act_norm(
+                input,
+                conv.weight,
+                conv.bias,
+                conv.stride,
+                conv.padding,
+                conv.output_padding,
+                conv.groups,
+                conv.dilation,
+                activation=activation,
+                order=order,
+                norm="layer",
+                norm_weight=norm.weight,
+                norm_bias=norm.bias,
+                eps=norm.eps,
+            )
         x: Tensor = super().forward(input)
         return x if self.norm is None else activate(self.norm(x), self.activation_behind)
 

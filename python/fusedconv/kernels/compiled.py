@@ -22,12 +22,13 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def supports_compiled(problem: ForwardProblem) -> Support:
-    """The conditions that every compiled kernel has in common: dtypes, stages, a size."""
+def supports_compiled(problem: ForwardProblem, ungrouped: frozenset[str] = frozenset()) -> Support:
+    """The conditions that every compiled kernel has in common: dtypes, stages (``ungrouped`` as
+    ``act_norm_act`` takes it), a size."""
     if problem.dtype not in COMPILED_DTYPES:
         known = "/".join(map(dtype_name, COMPILED_DTYPES))
         return Support.no(f"dtype is {dtype_name(problem.dtype)}, not {known}")
-    form = act_norm_act(problem.epilogue)
+    form = act_norm_act(problem.epilogue, ungrouped)
     if isinstance(form, Support):
         return form
     for activation in (form.before, form.after):
@@ -77,7 +78,7 @@ def group_norm_problem(
         batch=batch,
         channels=channels,
         pixels=math.prod(problem.output_spatial),
-        groups=norm.groups(channels) if norm else 1,
+        groups=(norm.groups(channels) if norm else 0) or 1,
         eps=norm.eps if norm else 0.0,
         input_layout=_C.Layout[input_layout],
         output_layout=_C.Layout[output_layout],

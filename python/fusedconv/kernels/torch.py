@@ -216,8 +216,10 @@ class TorchForward(ForwardKernel):
                     cost = costs.norm[problem.output_layout]
                     wide = 4 * problem.output_elements
                     total += cost.milliseconds(device, problem.precision, 0, wide)
-                    blocks = problem.batch * max(1, stage.groups(problem.output_channels))
-                    share = device.multiprocessors / max(1, blocks)
+                    if not problem.norm_groups:
+                        continue
+                    blocks = max(1, problem.batch * problem.norm_groups)
+                    share = device.multiprocessors / blocks
                     total += costs.few_groups * device.copy_milliseconds(wide) * share
         return total
 

@@ -36,7 +36,7 @@ _CONV = f"fusedconv::{_NAME}"
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
     "int[] dilation, int groups, str activation, str order, int num_groups, Tensor? norm_weight, "
-    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype"
+    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype, str? norm"
 )
 torch.library.define(_CONV, f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
@@ -79,12 +79,13 @@ def _forward_fake(*arguments: Any) -> Saved:
     *values, save = arguments
     call = ConvCall(*values)
     input = call.input
-    conv, _ = call.geometries()
+    conv, norm = call.geometries()
     shape = [input.shape[0], conv.out_channels, *conv.output_spatial(tuple(input.shape[2:]))]
     layout = result_layout_of(input)
     output = empty(input, shape, layout, call.output_dtype or input.dtype)
     statistics = statistics_dtype(input)
-    statistics_shape = [shape[0], call.num_groups] if save and call.num_groups else [0]
+    groups = 0 if norm is None else norm.groups(conv.out_channels)
+    statistics_shape = [shape[0], groups] if save and groups else [0]
     conv_output = input.new_empty([0]) if not save else empty(input, shape, layout, input.dtype)
     return (
         output,

@@ -47,6 +47,7 @@ class ConvCall(NamedTuple):
     eps: float
     precision: str | None
     output_dtype: torch.dtype | None
+    norm: str | None = None  # a key of fusedconv.norms.KINDS; None for "group", or none without any
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -75,7 +76,7 @@ class ConvCall(NamedTuple):
         )
         resolve_precision(input.dtype, input.device.type, self.precision)
         norm = None
-        if self.num_groups:
+        if self.num_groups or self.norm is not None:
             norm = validation.norm_geometry(
                 input,
                 conv.out_channels,
@@ -84,6 +85,7 @@ class ConvCall(NamedTuple):
                 self.norm_bias,
                 self.eps,
                 ("norm_weight", "norm_bias"),
+                self.norm or "group",
             )
         return conv, norm
 
@@ -226,6 +228,7 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
         call.eps,
         precision,
         call.output_dtype,
+        call.norm,
         save,
         forced_kernels(),
     )

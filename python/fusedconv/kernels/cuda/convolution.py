@@ -7,13 +7,16 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+import torch
+
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
+from fusedconv.norms import KINDS
 from fusedconv.plan import ForwardKernel
-from fusedconv.precision import Precision
+from fusedconv.precision import Precision, dtype_name
 from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
@@ -22,6 +25,8 @@ CHUNK_BYTES = 2 << 30
 #: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
 MOST_PIXELS = 1 << 30
 MOST_TAPS = 1 << 20
+#: Normalisations without groups that a step of ours behind the convolution computes.
+UNGROUPED = frozenset({"layer"})
 
 
 def by_axis(values: tuple[int, ...], filler: int = 1) -> tuple[int, int, int]:
@@ -48,6 +53,9 @@ def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> S
 
 class ConvolutionRow(ForwardKernel):
     """A row of ``room.rows()``, whose ``Config`` and steps the room has too."""
+
+    #: Normalisations without groups that it serves.
+    ungrouped: frozenset[str] = frozenset()
 
     def __init__(self, room: Any, index: int, row: Any) -> None:
         self.room = room
@@ -85,18 +93,23 @@ class ConvolutionRow(ForwardKernel):
         the problem saves, before the activation; where partial moments of activated values lie."""
         filter = self.pack_filter(program, config)
         partials = program.absent
-        if program.form.norm is not None:
+        if program.groups:
             partials = program.scratch(config.partial_bytes_per_sample)
+        activation, affine = program.form.before, {}
+        if _is_affine(program.form):
+            activation = program.form.after
+            affine = {"scale": program.norm_weight, "shift": program.norm_bias}
         program.compiled.per_chunk(
             self.room.Convolve(
                 config,
-                activation=COMPILED[program.form.before],
+                activation=COMPILED[activation],
                 activates_output=not program.problem.save,
                 input=program.input,
                 filter=filter,
                 bias=program.bias,
                 output=output,
                 partials=partials,
+                **affine,
             )
         )
         return partials
@@ -120,7 +133,7 @@ class ConvolutionRow(ForwardKernel):
         problem from the convolution's output on, and where statistics lie."""
         norm = self.behind(program)
         statistics = program.statistics()
-        if program.form.norm is not None:
+        if program.groups:
             program.compiled.per_chunk(
                 self.room.MergeMoments(
                     config,
@@ -138,13 +151,15 @@ class InPlaceRow(ConvolutionRow):
     """One that stores the tensor's own order: what normalises goes over it in place, unless a saved
     convolution output or another dtype asks for a second tensor."""
 
+    ungrouped = UNGROUPED
+
     @abstractmethod
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         """Of one launch."""
 
     def chunk(self, problem: ForwardProblem, config: Any) -> int:
         """Samples per pass over the steps: what fits the scratch limit, one at least."""
-        scratch = config.partial_bytes_per_sample if problem.norm is not None else 0
+        scratch = config.partial_bytes_per_sample if problem.norm_groups else 0
         if _goes_through_scratch(problem):
             scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
         most = min(CHUNK_BYTES // max(1, scratch), self.most_samples(problem, config))
@@ -157,7 +172,7 @@ class InPlaceRow(ConvolutionRow):
         moved = passes * output * (problem.dtype.itemsize + problem.output_dtype.itemsize)
         if problem.layout == "strided":
             moved += 2 * problem.input_elements * problem.dtype.itemsize
-        launches = (1 + chunks * (1 + passes + (problem.norm is not None))) if chunks else 0
+        launches = (1 + chunks * (1 + passes + (problem.norm_groups > 0))) if chunks else 0
         return device.copy_milliseconds(moved) + device.launch_milliseconds * launches
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
@@ -177,6 +192,18 @@ class InPlaceRow(ConvolutionRow):
 
     def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
         """Appends the steps from the convolution's output to the result."""
+        stage = program.form.norm
+        if stage is not None and stage.kind == "layer":
+            program.compiled.per_chunk(
+                _C.layer_norm.Normalize(
+                    problem=self.behind(program),
+                    input=input,
+                    weight=program.norm_weight,
+                    bias=program.norm_bias,
+                    output=program.output,
+                )
+            )
+            return
         norm, statistics = self.statistics(program, config, partials)
         program.compiled.per_chunk(
             _C.group_norm.Normalize(
@@ -190,6 +217,27 @@ class InPlaceRow(ConvolutionRow):
         )
 
 
+def supports_affine(problem: ForwardProblem) -> Support:
+    """Whether a row that scales and shifts in its epilogue has the problem's affine map, if any."""
+    form = act_norm_act(problem.epilogue, frozenset(KINDS))
+    if isinstance(form, Support) or not _is_affine(form):
+        return Support.yes()
+    assert form.norm is not None
+    if form.norm.affine_dtype not in (None, torch.float32):
+        return Support.no(f"affine dtype is {dtype_name(form.norm.affine_dtype)}, not float32")
+    if form.before != "identity":
+        return Support.no(f"{form.before} is in front of the affine map")
+    if problem.save:
+        return Support.no("an affine map that saves for the backward pass is torch's")
+    if _goes_through_scratch(problem):
+        return Support.no("an affine map in another dtype than the convolution's is torch's")
+    return Support.yes()
+
+
+def _is_affine(form: ActNormAct) -> bool:
+    return form.norm is not None and form.norm.kind == "affine"
+
+
 def _goes_through_scratch(problem: ForwardProblem) -> bool:
     """Whether the convolution's output is of another dtype than the result."""
     return not problem.save and problem.output_dtype != problem.dtype
@@ -197,7 +245,9 @@ def _goes_through_scratch(problem: ForwardProblem) -> bool:
 
 def _passes(problem: ForwardProblem) -> int:
     """Passes over the convolution's output: one, unless that is the result."""
-    form = act_norm_act(problem.epilogue)
+    form = act_norm_act(problem.epilogue, frozenset(KINDS))
     assert isinstance(form, ActNormAct)
+    if _is_affine(form):
+        return 0
     done = form.norm is None and form.after == "identity" and not problem.save
     return 0 if done and problem.output_dtype == problem.dtype else 1

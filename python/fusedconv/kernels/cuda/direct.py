@@ -119,7 +119,7 @@ class Direct(InPlaceRow):
         conv = problem.conv
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
-        common = supports_forward(problem, device)
+        common = supports_forward(problem, device, self.ungrouped)
         if not common:
             return common
         # Products in float32 are what strict fp32 asks for, and more than TF32 does.
@@ -137,8 +137,8 @@ class Direct(InPlaceRow):
         tiles = _sample_tiles(problem, config)
         if tiles > MOST_TILES:
             return Support.no(f"a sample makes {tiles} tiles, at most {MOST_TILES} are served")
-        if problem.norm is not None:
-            channels = problem.output_channels // problem.norm.groups(problem.output_channels)
+        if problem.norm_groups:
+            channels = problem.output_channels // problem.norm_groups
             if config.partial_slots * channels > MOST_TILES:
                 return Support.no(
                     f"a group leaves {config.partial_slots * channels} partial moments, at most "

@@ -20,6 +20,7 @@ from fusedconv.kernels.compiled import (
     supports_compiled,
 )
 from fusedconv.layout import dense_strides
+from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, ForwardKernel, ForwardPlan, Outputs
 from fusedconv.problem import (
     ActNormAct,
@@ -116,14 +117,16 @@ def supports_only(device: Device, architecture: int) -> Support:
     )
 
 
-def supports_forward(problem: ForwardProblem, device: Device) -> Support:
-    """The conditions of every forward kernel on CUDA."""
+def supports_forward(
+    problem: ForwardProblem, device: Device, ungrouped: frozenset[str] = frozenset()
+) -> Support:
+    """The conditions of every forward kernel on CUDA; ``ungrouped`` is ``act_norm_act``'s."""
     support = supports_device(device)
     if not support:
         return support
     if problem.output_dtype not in (problem.dtype, torch.float32):
         return Support.no(f"output dtype is {problem.output_dtype}")
-    return supports_compiled(problem)
+    return supports_compiled(problem, ungrouped)
 
 
 #: Products in the sum of one output from which on strict fp32 by three products in TF32 is as exact
@@ -233,14 +236,14 @@ class ForwardProgram:
     """A program under construction, with the operands that forward passes have by name."""
 
     def __init__(self, problem: ForwardProblem, device: Device, batch_chunk: int = 0) -> None:
-        form = act_norm_act(problem.epilogue)
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
         assert isinstance(form, ActNormAct)
         self.problem = problem
         self.device = device
         self.form = form
         self.compiled = _C.Program(device.index, problem.batch, batch_chunk)
         self.absent = _C.Operand()
-        self.groups = form.norm.groups(problem.output_channels) if form.norm else 0
+        self.groups = problem.norm_groups
         size = problem.dtype.itemsize
         output = problem.output_channels * math.prod(problem.output_spatial)
         tensor = self.compiled.tensor
@@ -252,7 +255,7 @@ class ForwardProgram:
         self.output = tensor(OUTPUT, output * problem.output_dtype.itemsize)
         saves = problem.save
         self.conv_output = tensor(CONV_OUTPUT, output * size) if saves else self.absent
-        saves_moments = saves and form.norm is not None
+        saves_moments = saves and self.groups > 0
         self.mean = tensor(MEAN, 4 * self.groups) if saves_moments else self.absent
         self.rstd = tensor(RSTD, 4 * self.groups) if saves_moments else self.absent
 

@@ -124,7 +124,7 @@ class Sm90Row(ConvolutionRow):
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
         for support in (
-            supports_forward(problem, device),
+            supports_forward(problem, device, self.ungrouped),
             supports_only(device, 90),
             supports_precision(problem, self.precision),
         ):

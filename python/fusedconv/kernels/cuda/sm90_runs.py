@@ -90,7 +90,7 @@ class RunsSm90(InPlaceRow, Sm90Row):
     def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
         problem = program.problem
         chunk = self.chunk(problem, config)
-        if problem.norm is None or not self.room.merges_in_passing(
+        if not problem.norm_groups or not self.room.merges_in_passing(
             config, self.behind(program, batch=chunk)
         ):
             super().finish(program, config, input, partials)

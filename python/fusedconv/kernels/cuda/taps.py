@@ -17,7 +17,13 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
+from fusedconv.kernels.cuda.convolution import (
+    UNGROUPED,
+    InPlaceRow,
+    by_axis,
+    supports_affine,
+    supports_extents,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltForward,
@@ -132,9 +138,10 @@ class TapsRow(InPlaceRow):
             return Support.no("computes convolutions; the problem has none")
         only = self.architecture
         for support in (
-            supports_forward(problem, device),
+            supports_forward(problem, device, self.ungrouped),
             Support.yes() if only is None else supports_only(device, only),
             supports_precision(problem, self.precision),
+            supports_affine(problem),
             supports_extents(conv, problem.spatial),
         ):
             if not support:
@@ -148,8 +155,8 @@ class TapsRow(InPlaceRow):
             return Support.no(
                 f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
             )
-        if problem.norm is not None:
-            channels = problem.output_channels // problem.norm.groups(problem.output_channels)
+        if problem.norm_groups:
+            channels = problem.output_channels // problem.norm_groups
             moments = config.partial_slots * channels
             if moments > MOST_BLOCKS:
                 return Support.no(
@@ -165,6 +172,7 @@ class TapsSm80(TapsRow):
     """A row of ``_C.taps.rows()``."""
 
     provider = "taps_sm80"
+    ungrouped = UNGROUPED | {"affine"}
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

@@ -94,7 +94,7 @@ class TapsSm90(TapsRow):
         for samples, launches in launched_chunks(problem.batch, chunk):
             blocks = samples * self.sample_blocks(problem, config)
             # Where no tap reads beside its position, tiles go over samples' borders.
-            if config.order == "line" and problem.norm is None:
+            if config.order == "line" and not problem.norm_groups:
                 tiles = math.ceil(samples * math.prod(problem.spatial) / math.prod(config.tile))
                 blocks = tiles * config.blocks_m * problem.conv.groups
             cycles += launches * math.ceil(blocks / multiprocessors) * block

@@ -52,7 +52,11 @@ __global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params
     return;
   }
   switch (p.loads) {
-    case Loads::kPlanes: stage_inputs<Traits, Loads::kPlanes>(p, barriers, shared, warp); break;
+    case Loads::kPlanes:
+      if constexpr (Traits::kElementBytes == 2) {
+        stage_inputs<Traits, Loads::kPlanes>(p, barriers, shared, warp);
+      }
+      break;
     case Loads::kChannels: stage_inputs<Traits, Loads::kChannels>(p, barriers, shared, warp); break;
     case Loads::kElements: stage_inputs<Traits, Loads::kElements>(p, barriers, shared, warp); break;
   }

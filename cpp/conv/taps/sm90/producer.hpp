@@ -60,8 +60,7 @@ struct Unit {
   using T = typename Traits::Element;
   static constexpr int kVector = Traits::kVector;
   static constexpr bool kPairs = kLoads == Loads::kPlanes;
-  static constexpr int kWide = kPairs && sizeof(T) == 4 ? 2 : 1;  // words of a load
-  static constexpr int kWords = kLoads == Loads::kChannels ? 4 : kVector * kWide;
+  static constexpr int kWords = kLoads == Loads::kChannels ? 4 : kVector;
   static constexpr int kBatch = 32 / kWords;
 
   uint32_t words[kWords];
@@ -97,9 +96,7 @@ struct Unit {
     uint32_t result[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kWide == 2) {
-        result[i] = position == 0 ? words[2 * i] : words[2 * i + 1];
-      } else if constexpr (kLoads == Loads::kChannels || sizeof(T) == 4) {
+      if constexpr (kLoads == Loads::kChannels || sizeof(T) == 4) {
         result[i] = words[i];
       } else {
         result[i] = __byte_perm(words[2 * i], words[2 * i + 1], position == 0 ? 0x5410 : 0x7632);
@@ -114,17 +111,7 @@ struct Unit {
  private:
   // By a predicate: behind branches the loads would wait for one another.
   __device__ __forceinline__ void load_word(int c, T const* source, bool inside) {
-    if constexpr (kWide == 2) {
-      asm volatile(
-          "{\n"
-          ".reg .pred p;\n"
-          "setp.ne.b32 p, %3, 0;\n"
-          "mov.b32 %0, 0; mov.b32 %1, 0;\n"
-          "@p ld.global.v2.b32 {%0, %1}, [%2];\n"
-          "}"
-          : "=&r"(words[2 * c]), "=&r"(words[2 * c + 1])
-          : "l"(source), "r"(int(inside)));
-    } else if constexpr (kPairs || sizeof(T) == 4) {
+    if constexpr (kPairs || sizeof(T) == 4) {
       asm volatile(
           "{\n"
           ".reg .pred p;\n"

@@ -240,7 +240,7 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
                                 " are served"));
   }
   bool const last = p.layout == Layout::kChannelsLast;
-  bool const pairs = !last && p.axes[2].input % 2 == 0;
+  bool const pairs = !last && element == 2 && p.axes[2].input % 2 == 0;
   s.loads = last && p.channels % vector == 0 && p.aligned ? Loads::kChannels
             : pairs && p.aligned                          ? Loads::kPlanes
                                                           : Loads::kElements;

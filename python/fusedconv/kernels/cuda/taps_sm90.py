@@ -49,7 +49,6 @@ COSTS = CostConstants(
     products={"tf32": 1.6, "fp32": 5.5, "fp16": 1.45, "bf16": 1.45},
     staged={
         ("nchw", 2): 0.72,
-        ("nchw", 4): 0.5,
         ("nhwc", 2): 0.3,
         ("nhwc", 4): 0.3,
         ("element by element", 2): 1.62,

@@ -48,7 +48,7 @@ def drawn(kernel: TapsSm90, seed: int):
     generator = random.Random(f"{kernel.name} {seed}")
     sizes = random_sizes(generator)
     layout = generator.choice(("nchw", "nhwc"))
-    made = sizes.problem(kernel, layout=layout, output_layout=layout)
+    made = sizes.problem(kernel, layout=layout)
     return sizes, made, kernel.config(made, H200)
 
 

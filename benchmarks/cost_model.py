@@ -311,12 +311,13 @@ def operators(
 
 
 def _logarithms(problems: Sequence[Measured], costs: vendor.CostConstants) -> list[float]:
-    """log(estimate / time) of the only candidate, without the caller's thread."""
+    """log(estimate / time) of torch's candidate, without the caller's thread."""
     alone = dataclasses.replace(costs, call=0.0)
     return [
         math.log(max(kernel.estimate(measured.problem, DEVICE, alone), 1e-9) / time)
         for measured in problems
         for kernel, time in measured.rows
+        if kernel.provider == "torch"
     ]
 
 

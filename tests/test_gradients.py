@@ -50,7 +50,7 @@ def assert_gradients(ours, composed, tensors, dtype):
 def test_gradients_of_the_convolution(case):
     arguments = conv_arguments(**CONV_CASES[case])
     _, _, _, stride, padding, output_padding, dilation, groups = arguments[:8]
-    activation, order, num_groups, _, _, eps, precision, _, _ = arguments[8:]
+    activation, order, num_groups, _, _, eps, precision, *_ = arguments[8:]
     tensors = (*arguments[:3], *arguments[11:13])
 
     def call(function, extra):
@@ -180,7 +180,7 @@ def test_gradcheck(order, activation, threads):
     def conv(x, weight, bias, norm_weight, norm_bias):
         return CONV(
             x, weight, bias, (1, 2), (1, 0), (0, 1), (2, 1), 1, name, order, 2, norm_weight,
-            norm_bias, 1e-5, None, None, True,
+            norm_bias, 1e-5, None, None, None, True,
         )[0]  # fmt: skip
 
     leaves = (float64_leaf(2, 3, 4, 2), float64_leaf(3, 4, 2, 3), *(float64_leaf(4) for _ in "bwb"))
@@ -253,7 +253,7 @@ def test_second_derivatives_are_the_compositions(target):
             return NORM(x, 2, scale, shift, 1e-3, "gelu", "norm_act", None)[0]
         return CONV(
             x, weight, bias, (1, 2), (1, 0), (0, 1), (2, 1), 1, "gelu", "norm_act", num_groups or 0,
-            norm.get("norm_weight"), norm.get("norm_bias"), 1e-3, None, None, True,
+            norm.get("norm_weight"), norm.get("norm_bias"), 1e-3, None, None, None, True,
         )[0]  # fmt: skip
 
     def composition():
@@ -286,7 +286,7 @@ def test_a_derivative_of_the_backward_operator_is_refused(name):
         saved = (x.detach(), mean, rstd)
         needs = [True, *[False] * 4]
         conv = (torch.randn(4, 4, 1), None, [1], [0], [0], [1], 1)
-        arguments = (x, *conv, *stages, 2, None, None, 1e-5, "fp32", None)
+        arguments = (x, *conv, *stages, 2, None, None, 1e-5, "fp32", None, None)
     backward = getattr(torch.ops.fusedconv, f"{name}_backward")
     grad, *_ = backward(torch.randn(2, 4, 5), *saved, needs, *arguments)
     with pytest.raises(RuntimeError, match=rf"fusedconv::{name}_backward: got a second deriv"):

@@ -33,7 +33,7 @@ def conv_arguments(x, save, num_groups=2, output_dtype=None):
     norm = affine(x.dtype) if num_groups else (None, None)
     return (
         x, weight, bias, (1, 2), (1, 0), (0, 1), (1, 1), 1, "gelu", "act_norm", num_groups, *norm,
-        1e-3, None, output_dtype, save,
+        1e-3, None, output_dtype, None, save,
     )  # fmt: skip
 
 

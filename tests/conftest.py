@@ -19,6 +19,20 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-problems",
+        type=int,
+        default=100,
+        help="random problems of each precision that test_gpu_fuzz.py draws (default: 100)",
+    )
+
+
+@pytest.fixture
+def fuzz_problems(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--fuzz-problems"))
+
+
 def _why_no_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"

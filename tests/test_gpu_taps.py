@@ -3,15 +3,21 @@ eager's error."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gpu_checks import bound, fused_against_fp64, poison, round_to_tf32
-from reference import ACTIVATIONS, CONVOLUTIONS, ORDERS, relative_error
+from gpu_checks import (
+    FEWEST_STRICT_VALUES,
+    bound,
+    fused_against_fp64,
+    poison,
+    random_problem,
+    round_to_tf32,
+)
+from reference import CONVOLUTIONS, relative_error
 from test_opinfo import SampleInput, double_tensors, is_tensor, op_info
 
 import fusedconv
@@ -26,12 +32,6 @@ KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, TapsR
 names = {"ids": lambda kernel: kernel.name}
 #: Of each row.
 RANDOM_PROBLEMS = 40
-#: Of an output in strict fp32: eager's error and that of 3xTF32 are alike, but over a few values
-#: chance may part them.
-FEWEST_STRICT_VALUES = 1000
-#: Of a problem with normalised groups of a few values, whose deviations may be next to nothing.
-FEWEST_NORMALISED_VALUES = 32
-
 
 #: A product of few terms as three TF32 products has 22 bits.
 FEW_STRICT_PRODUCTS = 3e-7
@@ -49,61 +49,6 @@ def only(force, monkeypatch) -> Callable[[TapsRow], None]:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
 
     return use
-
-
-def random_axis(generator: random.Random, largest: int) -> tuple[int, ...]:
-    """(extent, kernel, stride, padding, output padding, dilation) as torch admits them."""
-    kernel = generator.choice((1, 2, 3, 3, 4, 5, 8))
-    stride = generator.choice((1, 2, 2, 3, 4))
-    dilation = generator.choice((1, 1, 1, 2, 3))
-    extra = generator.randint(0, max(stride, dilation) - 1)
-    extent = generator.randint(1, largest)
-    last = (extent - 1) * stride + dilation * (kernel - 1) + extra
-    return extent, kernel, stride, generator.randint(0, min(last // 2, kernel)), extra, dilation
-
-
-def output_extent(extent, kernel, stride, padding, extra, dilation) -> int:
-    return (extent - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1
-
-
-def random_problem(precision: str, generator: random.Random) -> dict[str, Any]:
-    axes = generator.choice((1, 2, 2, 3))
-    drawn = [random_axis(generator, {1: 200, 2: 30, 3: 7}[axes]) for _ in range(axes)]
-    if generator.random() < 0.5:  # lines of whole 16 bytes
-        drawn[-1] = (8 * generator.randint(1, {1: 25, 2: 5, 3: 2}[axes]), *drawn[-1][1:])
-        drawn[-1] = (*drawn[-1][:3], min(drawn[-1][3], 3), *drawn[-1][4:])
-    extent, kernel, stride, padding, extra, dilation = map(list, zip(*drawn, strict=True))
-    conv_groups = generator.choice((1, 1, 1, 2, 5))
-    groups = generator.choice((1, 2, 4))
-    channels = generator.choice((1, 3, 8, 20, 64, 100)) if conv_groups < 5 else 4
-    out = groups * generator.choice((1, 5, 8, 16, 33))
-    outputs = [output_extent(*axis) for axis in drawn]
-    normalised = math.prod(outputs) * out * conv_groups // groups
-    case = {
-        "batch": generator.randint(1, 3),
-        "channels": conv_groups * channels,
-        "out": conv_groups * out,
-        "conv_groups": conv_groups,
-        "groups": generator.choice((None, groups, groups)),
-        "spatial": extent,
-        "kernel": kernel,
-        "stride": stride,
-        "padding": padding,
-        "output_padding": extra,
-        "dilation": dilation,
-        "layout": generator.choice(("nchw", "nchw", "nhwc", "nhwc", "strided")),
-        "bias": generator.random() < 0.7,
-        "activation": generator.choice(list(ACTIVATIONS)),
-        "order": generator.choice(ORDERS),
-        "draw": generator.choice((torch.randn, torch.rand)),
-        # With 16 bits a bias far beyond the products leaves nothing of them.
-        "offset": generator.choice((0.0, 0.0, 300.0)) if precision in ("tf32", "fp32") else 0.0,
-        "saves": generator.random() < 0.3,
-        "values": math.prod(outputs) * conv_groups * out,
-    }
-    if normalised < FEWEST_NORMALISED_VALUES:
-        case["groups"] = None
-    return case
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)

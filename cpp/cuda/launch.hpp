@@ -31,24 +31,35 @@ cudaError_t allow_shared_bytes(int bytes) {
 }
 
 // Launches a kernel of compute capability 9.0 whose blocks may start while the last ones of the
-// kernel before it on the stream end. Each of its threads calls wait_for_predecessors().
+// kernel before it on the stream end, in clusters of `cluster` blocks. Each of its threads calls
+// wait_for_predecessors().
 template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
-                         cudaStream_t stream, Arguments&&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters_early(void (*kernel)(Parameters...), int cluster, dim3 grid,
+                                  int threads, int shared_bytes, cudaStream_t stream,
+                                  Arguments&&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = std::size_t(shared_bytes);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   cudaError_t const status =
       cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
   if (status != cudaSuccess) cudaGetLastError();  // which somebody else's check would find
   return status;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                         cudaStream_t stream, Arguments&&... arguments) {
+  return launch_clusters_early(kernel, 1, grid, threads, shared_bytes, stream,
+                               std::forward<Arguments>(arguments)...);
 }
 
 // Until the kernels before this one on the stream have ended and what they wrote is seen. Nothing

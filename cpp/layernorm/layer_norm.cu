@@ -8,6 +8,7 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/by_call.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/moments.hpp"
 
@@ -16,7 +17,6 @@ namespace {
 
 using device::Pack;
 using groupnorm::Affine;
-using groupnorm::before;
 using groupnorm::ChannelAffine;
 using groupnorm::Statistics;
 
@@ -45,10 +45,6 @@ struct Part {
   int step;
   int count;
 };
-
-// How activations are computed: after the normalisation as known at compile time and quickly, and
-// none before it; or each behind a call.
-enum class Activations { kQuickAfter, kByCall };
 
 // Sums over the threads that share a pixel, in all of them; in a fixed order. `shared` is used once
 // between barriers.
@@ -84,14 +80,13 @@ __device__ __forceinline__ void sum_over_threads(float (&values)[kCount], int la
 // 2. takes the mean of its pixels' channels with the other threads of these pixels,
 // 3. takes squared deviations from that, and what rounding left of the mean,
 // 4. normalises and stores.
-template <class T, class U, int kVector, Activations kActivations, Layout kLayout>
+template <class T, class U, int kVector, Layout kLayout>
 __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine const& affine,
-                                               float eps, int lanes, Part const& part,
+                                               float eps, bool quick, int lanes, Part const& part,
                                                float* shared, int shared_floats) {
   constexpr bool kFirst = kLayout == Layout::kChannelsFirst;
   constexpr int kPixels = kFirst ? kVector : 1;
   constexpr int kPacks = kMostPacks<T, kVector>;
-  constexpr bool kByCall = kActivations == Activations::kByCall;
   Pack<T, kVector> packs[kPacks];
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
@@ -100,36 +95,46 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
       packs[k] = Pack<T, kVector>::load(input + part.base + index * part.stride);
     }
   }
+  auto const activate = [&](Activation activation, float (&values)[kVector]) {
+    if (activation == Activation::kIdentity) return;
+    groupnorm::apply_by_call(values, [&](auto const& lanes) {
+      return groupnorm::values_by_call(activation, quick, lanes);
+    });
+  };
   auto const each = [&](auto&& body) {
+    auto const call = [&](Pack<T, kVector> const& pack, int index) {
+      float values[kVector];
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
+      activate(affine.activation_before, values);
+      body(values, index);
+    };
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       int const index = part.first + k * part.step;
       packs[k].forget();
-      if (index < part.count) body(packs[k], index);
+      if (index < part.count) call(packs[k], index);
     }
     for (int index = part.first + kPacks * part.step; index < part.count; index += part.step) {
-      body(Pack<T, kVector>::load(input + part.base + index * part.stride), index);
+      call(Pack<T, kVector>::load(input + part.base + index * part.stride), index);
     }
-  };
-  auto const activated = [&](T value) {
-    return before<kByCall>(affine.activation_before, device::to_float(value));
   };
 
   float const count = float(affine.channels);
   float mean[kPixels] = {};
-  each([&](Pack<T, kVector> const& pack, int) {
+  each([&](float (&values)[kVector], int) {
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) mean[v % kPixels] += activated(pack.values[v]);
+    for (int v = 0; v < kVector; ++v) mean[v % kPixels] += values[v];
   });
   sum_over_threads<kLayout>(mean, lanes, shared);
 #pragma unroll
   for (float& value : mean) value /= count;
 
   float sums[2 * kPixels] = {};  // of deviations, of their squares
-  each([&](Pack<T, kVector> const& pack, int) {
+  each([&](float (&values)[kVector], int) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      float const deviation = activated(pack.values[v]) - mean[v % kPixels];
+      float const deviation = values[v] - mean[v % kPixels];
       float& squares = sums[kPixels + v % kPixels];
       sums[v % kPixels] += deviation;
       squares = fmaf(deviation, deviation, squares);
@@ -146,39 +151,31 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
     statistics[v] = {mean[v], low, device::reciprocal_deviation(moments, eps)};
   }
 
-  auto const store = [&](auto const& after) {
-    each([&](Pack<T, kVector> const& pack, int index) {
-      Pack<U, kVector> result;
-      float weight = 1.0f;
-      float bias = 0.0f;
+  each([&](float (&values)[kVector], int index) {
+    float weight = 1.0f;
+    float bias = 0.0f;
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        if (v == 0 || !kFirst) {
-          int const channel = kFirst ? index : index * kVector + v;
-          weight = groupnorm::weight_of(affine, channel);
-          bias = groupnorm::bias_of(affine, channel);
-        }
-        auto const channel = ChannelAffine::of(statistics[v % kPixels], weight, bias);
-        result.values[v] = device::from_float<U>(
-            after(fmaf(activated(pack.values[v]) - channel.mean, channel.scale, channel.shift)));
+    for (int v = 0; v < kVector; ++v) {
+      if (v == 0 || !kFirst) {
+        int const channel = kFirst ? index : index * kVector + v;
+        weight = groupnorm::weight_of(affine, channel);
+        bias = groupnorm::bias_of(affine, channel);
       }
-      result.store(output + part.base + index * part.stride);
-    });
-  };
-  if constexpr (kByCall) {
-    store([&](float value) { return before<true>(affine.activation_after, value); });
-  } else {
-    dispatch_activation(affine.activation_after, [&](auto activation) {
-      using A = decltype(activation);
-      store([](float value) { return device::quick_value<A>(value); });
-    });
-  }
+      auto const channel = ChannelAffine::of(statistics[v % kPixels], weight, bias);
+      values[v] = fmaf(values[v] - channel.mean, channel.scale, channel.shift);
+    }
+    activate(affine.activation_after, values);
+    Pack<U, kVector> result;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);
+    result.store(output + part.base + index * part.stride);
+  });
 }
 
-template <class T, class U, int kVector, Activations kActivations>
+template <class T, class U, int kVector>
 __global__ void __launch_bounds__(kMostThreads, 2)
-    normalize_channels_first(T const* input, U* output, Affine affine, float eps, int64_t pixels,
-                             int64_t tiles, int lanes) {
+    normalize_channels_first(T const* input, U* output, Affine affine, float eps, bool quick,
+                             int64_t pixels, int64_t tiles, int lanes) {
   extern __shared__ float shared[];  // [kSums][warps][lanes * kVector]
   int64_t const pixel = (blockIdx.x % tiles * lanes + int(threadIdx.x) % lanes) * int64_t(kVector);
   Part const part{.base = blockIdx.x / tiles * affine.channels * pixels + pixel,
@@ -186,29 +183,30 @@ __global__ void __launch_bounds__(kMostThreads, 2)
                   .first = int(threadIdx.x) / lanes,
                   .step = int(blockDim.x) / lanes,
                   .count = pixel < pixels ? affine.channels : 0};
-  normalize_part<T, U, kVector, kActivations, Layout::kChannelsFirst>(
-      input, output, affine, eps, lanes, part, shared, int(blockDim.x) / 32 * lanes * kVector);
+  normalize_part<T, U, kVector, Layout::kChannelsFirst>(input, output, affine, eps, quick, lanes,
+                                                        part, shared,
+                                                        int(blockDim.x) / 32 * lanes * kVector);
 }
 
-template <class T, class U, int kVector, Activations kActivations>
+template <class T, class U, int kVector>
 __global__ void __launch_bounds__(kRowThreads)
-    normalize_channels_last(T const* input, U* output, Affine affine, float eps, int64_t rows,
-                            int lanes) {
+    normalize_channels_last(T const* input, U* output, Affine affine, float eps, bool quick,
+                            int64_t rows, int lanes) {
   int64_t const row = (int64_t(blockIdx.x) * kRowThreads + int(threadIdx.x)) / lanes;
   Part const part{.base = row * affine.channels,
                   .stride = kVector,
                   .first = int(threadIdx.x) % lanes,
                   .step = lanes,
                   .count = row < rows ? affine.channels / kVector : 0};
-  normalize_part<T, U, kVector, kActivations, Layout::kChannelsLast>(input, output, affine, eps,
-                                                                     lanes, part, nullptr, 0);
+  normalize_part<T, U, kVector, Layout::kChannelsLast>(input, output, affine, eps, quick, lanes,
+                                                       part, nullptr, 0);
 }
 
 int power_of_two(int64_t most, int64_t wanted) {
   return int(std::bit_ceil(uint64_t(std::clamp<int64_t>(wanted, 1, most))));
 }
 
-template <class T, class U, int kVector, Activations kActivations>
+template <class T, class U, int kVector>
 void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
                            Affine const& affine, cudaStream_t stream) {
   constexpr int kPacks = kMostPacks<T, kVector>;
@@ -223,12 +221,12 @@ void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
   int64_t const tiles = ceil_div(p.pixels, lanes * kVector);
   int const shared_bytes = kSums * threads / 32 * lanes * kVector * int(sizeof(float));
   dim3 const grid = device::checked_grid("normalize_channels_first", p.batch * tiles);
-  normalize_channels_first<T, U, kVector, kActivations><<<grid, threads, shared_bytes, stream>>>(
-      input, output, affine, float(p.eps), p.pixels, tiles, lanes);
+  normalize_channels_first<T, U, kVector><<<grid, threads, shared_bytes, stream>>>(
+      input, output, affine, float(p.eps), p.quick(), p.pixels, tiles, lanes);
   FUSEDCONV_CUDA("normalize_channels_first", cudaGetLastError());
 }
 
-template <class T, class U, int kVector, Activations kActivations>
+template <class T, class U, int kVector>
 void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
                           Affine const& affine, cudaStream_t stream) {
   int64_t const packs = ceil_div(p.channels, kVector);
@@ -236,8 +234,8 @@ void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
   int64_t const rows = p.batch * p.pixels;
   dim3 const grid =
       device::checked_grid("normalize_channels_last", ceil_div(rows * lanes, kRowThreads));
-  normalize_channels_last<T, U, kVector, kActivations>
-      <<<grid, kRowThreads, 0, stream>>>(input, output, affine, float(p.eps), rows, lanes);
+  normalize_channels_last<T, U, kVector><<<grid, kRowThreads, 0, stream>>>(
+      input, output, affine, float(p.eps), p.quick(), rows, lanes);
   FUSEDCONV_CUDA("normalize_channels_last", cudaGetLastError());
 }
 
@@ -250,24 +248,16 @@ void launch(GroupNormProblem const& p, GroupNormTensors const& tensors, cudaStre
   bool const first = p.input_layout == Layout::kChannelsFirst;
   bool const vectors = (first ? p.pixels % kFirstVector : p.channels % kVector) == 0 &&
                        device::is_aligned(input, 16) && device::is_aligned(output, 16);
-  auto const launch_as = [&](auto vector, auto activations) {
+  auto const launch_as = [&](auto vector) {
     if (first) {
       constexpr int kPixels = vector.value == 1 ? 1 : kFirstVector;
-      launch_channels_first<T, U, kPixels, activations.value>(p, input, output, affine, stream);
+      launch_channels_first<T, U, kPixels>(p, input, output, affine, stream);
     } else {
-      launch_channels_last<T, U, vector.value, activations.value>(p, input, output, affine, stream);
+      launch_channels_last<T, U, vector.value>(p, input, output, affine, stream);
     }
   };
-  using ByCall = std::integral_constant<Activations, Activations::kByCall>;
-  using Vector = std::integral_constant<int, kVector>;
-  // Where speed matters less than how much is compiled.
-  if (!vectors) return launch_as(std::integral_constant<int, 1>{}, ByCall{});
-  if constexpr (std::is_same_v<T, U>) {
-    using Quick = std::integral_constant<Activations, Activations::kQuickAfter>;
-    bool const quick = p.quick() || p.activation_after == Activation::kIdentity;
-    if (quick && p.activation_before == Activation::kIdentity) return launch_as(Vector{}, Quick{});
-  }
-  launch_as(Vector{}, ByCall{});
+  if (vectors) return launch_as(std::integral_constant<int, kVector>{});
+  launch_as(std::integral_constant<int, 1>{});
 }
 
 }  // namespace

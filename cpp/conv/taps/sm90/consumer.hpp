@@ -2,6 +2,7 @@
 // issued; a block of the filter is released when its products have ended.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "conv/taps/sm90/producer.hpp"
 #include "conv/taps/sm90/traits.hpp"
 #include "cuda/async.hpp"
+#include "cuda/cluster.hpp"
 #include "cute/arch/mma_sm90_desc.hpp"
 #include "cutlass/arch/barrier.h"
 
@@ -30,6 +32,52 @@ template <class Mma, int... kIndex>
 __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sum)[sizeof...(kIndex)],
                                          std::integer_sequence<int, kIndex...>) {
   Mma::fma(a, b, sum[kIndex]...);
+}
+
+// Adds up what the blocks of a cluster have of one tile, in the order of their ranks. Each adds a
+// share of the values for all; the first block collects these, and returns true.
+template <class Traits>
+__device__ __forceinline__ bool add_up(Params const& p, Accumulators<Traits>& sums,
+                                       unsigned char* shared, int consumer) {
+  constexpr int kPacks = Traits::kRowGroups * Traits::kColumns / 8;  // of 4 values, of a thread
+  constexpr int kPackShift = std::bit_width(unsigned(kPacks)) - 1;
+  static_assert(kPacks == 1 << kPackShift && kPacks % kMostSplits == 0, "shares of whole packs");
+  auto* const own = reinterpret_cast<float4*>(shared + p.memory.boxes) +
+                    consumer * kPacks * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads;
+  auto const part = [&](int pack, int rank) {
+    return device::load_of_cluster(device::shared_address(own + pack * kWarpgroupThreads), rank);
+  };
+  int const rank = int(device::cluster_rank());
+  int const share_shift = kPackShift - p.split_shift;
+  // Both consumers have read what lay here.
+  device::sync_threads(kConsumerBarrier + kConsumers, kConsumers * kWarpgroupThreads);
+  for_each_pack<Traits>(sums, [&](int pack, float (&values)[4]) {
+    own[pack * kWarpgroupThreads] = {values[0], values[1], values[2], values[3]};
+  });
+  device::sync_cluster();
+  for (int pack = rank << share_shift; pack < (rank + 1) << share_shift; ++pack) {
+    float4 total = part(pack, 0);
+    for (int other = 1; other < 1 << p.split_shift; ++other) {
+      float4 const more = part(pack, other);
+      total.x += more.x;
+      total.y += more.y;
+      total.z += more.z;
+      total.w += more.w;
+    }
+    own[pack * kWarpgroupThreads] = total;
+  }
+  device::sync_cluster();
+  if (rank == 0) {
+    for_each_pack<Traits>(sums, [&](int pack, float (&values)[4]) {
+      float4 const total = part(pack, pack >> share_shift);
+      values[0] = total.x;
+      values[1] = total.y;
+      values[2] = total.z;
+      values[3] = total.w;
+    });
+  }
+  device::sync_cluster();
+  return rank == 0;
 }
 
 template <class Traits>
@@ -65,6 +113,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   device::RingCursor box;
   device::RingCursor filter;
   int const first_slot = p.shares_rows ? 0 : consumer * p.slots;
+  Share const share(p, Traits::kSplitsChannels);
   for (int turn = 0;; ++turn) {
     Item const item(p, turn);
     if (!item.present) return;
@@ -86,8 +135,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     for_each_sum<Traits>(sums, [](float& value) { value = 0.0f; });
     for_each_sum<Traits>(sums, [](float& value) { cute::warpgroup_fence_operand(value); });
     Stream const stream(p, place.block_m, kRowGroups);
-    int const chunks = stream.total == 0 ? 0 : p.chunks;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    int const end = stream.total == 0 ? share.first : share.end;
+    for (int chunk = share.first; chunk < end; ++chunk) {
       int const steps = chunk == p.chunks - 1 ? p.last_steps : p.pieces / 2;
       cutlass::arch::ClusterBarrier::wait(&barriers.full_box[box.stage], box.parity);
       uint64_t const positions = box0 + box.stage * box_units;
@@ -117,13 +166,18 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
               cute::warpgroup_fence_operand(value);
             }
             cute::warpgroup_arrive();
+            // Small products first: what tensor cores cut off of a sum is a share of its size.
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
-              multiply<Mma>(a + small_a, b, products, Indices{});
-              multiply<Mma>(a, b + small_b, products, Indices{});
+              int const at_a = step * 2 * kInstructionRows, at_b = step * int(b_step);
+              multiply<Mma>(a + (small_a + at_a), b + at_b, products, Indices{});
+              multiply<Mma>(a + at_a, b + (small_b + at_b), products, Indices{});
+            }
+#pragma unroll 1
+            for (int step = 0; step < steps; ++step) {
               multiply<Mma>(a, b, products, Indices{});
               a += 2 * kInstructionRows;
-              b += 2 * uint32_t(p.positions);
+              b += b_step;
             }
             cute::warpgroup_commit_batch();
             cute::warpgroup_wait<0>();
@@ -161,6 +215,9 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       release(in_flight);
       if (lane == 0) device::arrive(&barriers.empty_box[box.stage]);
       box.advance(p.stages);
+    }
+    if constexpr (Traits::kSplitsChannels) {
+      if (p.split_shift > 0 && !add_up<Traits>(p, sums, shared, consumer)) return;
     }
     finish<Traits>(p, place, groups, consumer, warp, sums, linear, columns, staged);
   }

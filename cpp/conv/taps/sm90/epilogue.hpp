@@ -33,6 +33,27 @@ __device__ __forceinline__ void for_each_sum(Accumulators<Traits>& sums, Body co
   }
 }
 
+// The same by fours, with their number: body replaces them.
+template <class Traits, class Body>
+__device__ __forceinline__ void for_each_pack(Accumulators<Traits>& sums, Body const& body) {
+  constexpr int kPacks = Traits::kSums / 4;
+#pragma unroll
+  for (int group = 0; group < Traits::kRowGroups; ++group) {
+#pragma unroll
+    for (int mma = 0; mma < Traits::kMmas; ++mma) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        float values[4];
+#pragma unroll
+        for (int v = 0; v < 4; ++v) values[v] = sums[group][mma][4 * i + v];
+        body((group * Traits::kMmas + mma) * kPacks + i, values);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) sums[group][mma][4 * i + v] = values[v];
+      }
+    }
+  }
+}
+
 // Of 8 columns a lane's two, in a row of the first half or the second.
 template <class Traits>
 __device__ __forceinline__ constexpr float& sum_at(GroupSums<Traits>& sums, int tile, int half,

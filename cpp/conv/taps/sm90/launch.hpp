@@ -22,13 +22,15 @@ void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kRowGroups, kColumns>;
   Config const& config = a.config;
   int const shared_bytes = config.schedule.shared_bytes;
-  Params const p = Params::of(a, config.schedule.tile_columns(config.row->shape));
+  Params const p = Params::of(a);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
-  int const blocks = int(std::min<int64_t>(items, config.multiprocessors));
+  int const splits = 1 << p.split_shift;
+  int const blocks = int(std::min<int64_t>(items * splits, config.multiprocessors));
   check_launch(config, a.batch, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
   check_launch(config, a.batch, "launch",
-               device::launch_early(&convolve<Own>, blocks, kThreads, shared_bytes, stream, p));
+               device::launch_clusters_early(&convolve<Own>, splits, blocks, kThreads, shared_bytes,
+                                             stream, p));
 }
 
 template <Math kMath, int kRowGroups, int kColumns>

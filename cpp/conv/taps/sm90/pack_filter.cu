@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPackThreads)
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream) {
   MathTraits const& math = config.traits();
-  Params const p = Params::of({.config = config}, config.schedule.tile_columns(config.row->shape));
+  Params const p = Params::of({.config = config});
   int64_t const count = config.schedule.filter_bytes / 16 / math.parts;
   if (count == 0) return;
   int const blocks = int(std::min<int64_t>(ceil_div(count, kPackThreads), kMaxBlocks));

@@ -1,6 +1,7 @@
 // What the kernel is launched with, and where a block's work is in it.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "conv/taps/sm90/rows.hpp"
@@ -33,6 +34,7 @@ struct Params {
   int slots;  // of the filter's ring; where consumers have rows of their own, of each one's
   Memory memory;
   int tile_count, blocks;  // blocks: of rows, in all convolution groups
+  int split_shift;         // blocks of a cluster, which share an item's channels: two to this
   int64_t partial_slots;   // of a sample
   cutlass::FastDivmod blocks_m, channel_blocks, phase_sets, phases_h;
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, box_h, box_w, plane, pixels_h, pixels_w;
@@ -40,7 +42,7 @@ struct Params {
   // A tap's place in the box, in positions.
   int16_t offset[kMostTaps];
 
-  static Params of(Arguments const& arguments, int columns);
+  static Params of(Arguments const& arguments);
 };
 
 // What a block computes in its turn: a tile of positions for a block of rows. A block takes all
@@ -52,7 +54,7 @@ struct Item {
   int block;  // of rows
 
   __device__ __forceinline__ Item(Params const& p, int turn) {
-    int const blocks = int(gridDim.x), rank = int(blockIdx.x);
+    int const blocks = int(gridDim.x) >> p.split_shift, rank = int(blockIdx.x) >> p.split_shift;
     int const rounds = p.tile_count / blocks;
     if (turn < rounds * p.blocks) {
       present = true;
@@ -66,6 +68,18 @@ struct Item {
     if (!present) return;
     block = int(index / left);
     tile = rounds * blocks + int(index % left);
+  }
+};
+
+// Chunks of channels that a block multiplies: all, or its share of a cluster's.
+struct Share {
+  int first = 0, end;
+
+  __device__ __forceinline__ Share(Params const& p, bool splits_channels) : end(p.chunks) {
+    if (!splits_channels) return;
+    int const splits = 1 << p.split_shift, rank = int(blockIdx.x) & (splits - 1);
+    first = p.chunks * rank >> p.split_shift;
+    end = p.chunks * (rank + 1) >> p.split_shift;
   }
 };
 
@@ -177,7 +191,7 @@ struct RowPlace {
   }
 };
 
-inline Params Params::of(Arguments const& a, int columns) {
+inline Params Params::of(Arguments const& a) {
   Config const& config = a.config;
   Problem const& c = config.problem;
   Schedule const& s = config.schedule;
@@ -189,13 +203,12 @@ inline Params Params::of(Arguments const& a, int columns) {
   p.shift = a.shift;
   p.output = a.output;
   p.partials = a.partials;
-  int64_t plane = 1, image = int64_t(c.output_channels) * c.groups;
+  int64_t plane = 1;
   for (int i = 0; i < kMaxAxes; ++i) {
     p.axes[i] = s.axes[i];
     p.tile[i] = s.tile[i];
     p.box[i] = s.box[i];
     plane *= c.axes[i].input;
-    image *= c.axes[i].output;
   }
   p.lead = s.lead;
   p.order = s.order;
@@ -213,11 +226,7 @@ inline Params Params::of(Arguments const& a, int columns) {
   p.units = s.units;
   p.block_units = s.block_units;
   int const element = config.traits().element_bytes();
-  // Offsets from the first sample of a tile are counted in 32 bits.
-  int64_t const samples = columns / std::max<int64_t>(1, plane) + 2;
-  int64_t const widest = std::max(image, int64_t(c.channels) * c.groups * plane);
-  p.joins_samples =
-      s.order == Order::kLine && a.partials == nullptr && samples * widest <= 0x7fffffff;
+  p.joins_samples = config.joins_samples(a.partials != nullptr);
   // Neighbours in the output: a channel's phases of a position, or a pixel's channels.
   AxisProblem const& width = c.axes[2];
   int const neighbours = p.channels_last ? 16 / element : std::min(s.joined(), 16 / element);
@@ -246,13 +255,13 @@ inline Params Params::of(Arguments const& a, int columns) {
   p.block_taps = s.block_taps;
   p.memory =
       Memory::of(s.positions, s.pieces, s.stages, s.slots, config.row->math, config.row->shape);
-  int64_t const tiles =
-      p.joins_samples ? ceil_div(a.batch * plane, columns) : a.batch * s.sample_tiles();
+  int64_t const tiles = config.tiles(a.batch, a.partials != nullptr);
   constexpr int64_t kMost = (int64_t(1) << 30) - 1;
   FUSEDCONV_CHECK(tiles * s.blocks_m * c.groups <= kMost, config.row->name, ": tiles: got ",
                   tiles * s.blocks_m * c.groups, ", expected at most ", kMost);
   p.tile_count = int(tiles);
   p.blocks = s.blocks_m * c.groups;
+  p.split_shift = std::bit_width(unsigned(config.splits(a.batch, a.partials != nullptr))) - 1;
   p.partial_slots = config.partial_slots();
   p.blocks_m = cutlass::FastDivmod(s.blocks_m);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);

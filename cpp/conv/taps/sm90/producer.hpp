@@ -175,6 +175,7 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
   int const units = kAcross ? runs : runs << shift;
   int const part_bytes = p.positions * p.pieces * 16;
   bool const whole = p.channels % kVector == 0;
+  Share const share(p, Traits::kSplitsChannels);
   int const own = kAcross ? lane >> shift : U::kPairs ? 2 * lane : lane;
   device::RingCursor cursor;
   int* inputs = reinterpret_cast<int*>(shared + p.memory.inputs);
@@ -192,7 +193,7 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
     T const* const base = static_cast<T const*>(p.input) +
                           int64_t(place.sample) * all_channels * plane +
                           place.group * p.channels * channel_stride;
-    for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    for (int chunk = share.first; chunk < share.end; ++chunk) {
       int const channel0 = chunk * p.pieces * kVector;
       unsigned char* const box = shared + p.memory.boxes + cursor.stage * p.memory.box_bytes;
       bool waited = false;
@@ -245,14 +246,15 @@ template <class Traits>
 __device__ __forceinline__ void copy_filter(Params const& p, Barriers& barriers, uint32_t shared) {
   int const columns = Traits::kColumns * (p.shares_rows ? kConsumers : 1);
   device::RingCursor cursors[kConsumers];
+  Share const share(p, Traits::kSplitsChannels);
   for (int turn = 0;; ++turn) {
     Item const item(p, turn);
     if (!item.present) return;
     Place const place(p, item, columns);
     Stream const stream(p, place.block_m, Traits::kRowGroups);
-    unsigned char const* source =
-        p.filter + int64_t(item.block) * p.chunks * p.block_taps * p.memory.slot_bytes;
-    for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    unsigned char const* source = p.filter + (int64_t(item.block) * p.chunks + share.first) *
+                                                 p.block_taps * p.memory.slot_bytes;
+    for (int chunk = share.first; chunk < share.end; ++chunk) {
       for (int i = 0; i < stream.total; ++i) {
         int const consumer = stream.consumer_of(p, i);
         device::RingCursor& cursor = cursors[consumer];

@@ -59,6 +59,12 @@ struct Config {
   // How the input is read, for a person.
   std::string reads() const;
   MathTraits const& traits() const { return traits_of(row->math); }
+  // Whether tiles go over the borders of samples, where nobody wants moments of each.
+  bool joins_samples(bool moments) const;
+  int64_t tiles(int64_t batch, bool moments) const;
+  // Blocks of a cluster, which share the channels of one tile's input where tiles are too few for
+  // all multiprocessors; a power of two.
+  int splits(int64_t batch, bool moments) const;
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const;
   int64_t partial_bytes_per_sample() const;

@@ -38,6 +38,8 @@ inline constexpr int kMostJoined = 16;  // phases that a warp has of a channel
 inline constexpr int kMostLists = 256;
 inline constexpr int kMostTaps = 1536;  // of all lists
 inline constexpr int kMaxPhaseStride = 64;
+inline constexpr int kMostSplits = 8;     // blocks of a cluster, on every device
+inline constexpr int kFewestShare = 4;    // filter blocks of a split block, which else only waits
 inline constexpr int kChunkColumns = 32;  // that the epilogue stages at a time
 
 // Which pixels are neighbours in a tile.
@@ -64,6 +66,9 @@ struct Shape {
   int columns = 256;
   // Of an instruction.
   constexpr int mma_columns() const { return columns < kMmaColumns ? columns : kMmaColumns; }
+  // Whether the blocks of a cluster may share a tile's channels: in the smallest tiles, which suit
+  // small problems. In others the sums' registers are too many for the code beside them.
+  constexpr bool splits_channels() const { return row_groups * columns <= 64; }
 };
 
 // A tap of a row group: the input position less the output's, by axis.

@@ -50,8 +50,9 @@ struct Traits {
   static constexpr int kRowGroups = kRowGroups_;
   static constexpr int kColumns = kColumns_;
 
-  static constexpr int kMmaColumns =
-      Shape{.row_groups = kRowGroups, .columns = kColumns}.mma_columns();
+  static constexpr Shape kShape{.row_groups = kRowGroups, .columns = kColumns};
+  static constexpr int kMmaColumns = kShape.mma_columns();
+  static constexpr bool kSplitsChannels = kShape.splits_channels();
   static constexpr int kMmas = kColumns / kMmaColumns;  // beside each other
   using Element = typename Instruction<kMath, kMmaColumns>::Element;
   using Mma = typename Instruction<kMath, kMmaColumns>::Mma;

@@ -39,6 +39,8 @@ class CostConstants:
     column: Mapping[str, float]
     #: A block beside these.
     block: float
+    #: Adding up what blocks have that share a tile's channels.
+    split: float
     #: Seconds of an element of the packed filter.
     pack: float
 
@@ -57,6 +59,7 @@ COSTS = CostConstants(
     chunk=961.0,
     column={"nchw": 32.6, "nhwc": 20.9},
     block=2720.0,
+    split=3000.0,
     pack=1e-11,
 )
 
@@ -80,23 +83,23 @@ class TapsSm90(TapsRow):
         pieces = math.ceil(problem.conv.in_channels // problem.conv.groups * size / 16)
         steps = config.taps * math.ceil(pieces / STEP_PIECES)
         products = costs.products[self.precision] * steps * self.row.columns * COLUMN_CYCLES
-        staged = costs.staged[config.reads, size] * config.chunks * config.positions * config.pieces
+        staged = costs.staged[config.reads, size] * config.positions * config.pieces
+        main_loop = max(products / config.chunks, staged) + costs.chunk  # of a chunk of channels
         columns = self.row.row_groups * self.row.columns * 2
-        block = (
-            max(products, staged)
-            + config.chunks * costs.chunk
-            + columns * costs.column[problem.output_layout]
-            + costs.block
-        )
+        beside = columns * costs.column[problem.output_layout] + costs.block
         chunk = self.chunk(problem, config)
+        moments = problem.norm_groups > 0
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
-            blocks = samples * self.sample_blocks(problem, config)
-            # Where no tap reads beside its position, tiles go over samples' borders.
-            if config.order == "line" and not problem.norm_groups:
-                tiles = math.ceil(samples * math.prod(problem.spatial) / math.prod(config.tile))
-                blocks = tiles * config.blocks_m * problem.conv.groups
-            cycles += launches * math.ceil(blocks / multiprocessors) * block
+            blocks = (
+                config.launch_tiles(samples, moments=moments)
+                * config.blocks_m
+                * problem.conv.groups
+            )
+            splits = config.splits(samples, moments=moments)
+            waves = math.ceil(blocks * splits / multiprocessors)
+            block = math.ceil(config.chunks / splits) * main_loop + beside
+            cycles += launches * waves * (block + (costs.split if splits > 1 else 0.0))
         moved = (problem.input_elements + problem.output_elements) * size
         milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
         packed = config.filter_bytes / size * costs.pack * 1e3

@@ -1,0 +1,37 @@
+// Blocks of a cluster, of compute capability 9.0: their barrier, and each other's shared memory.
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstdint>
+
+namespace fusedconv::device {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t result;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
+  return result;
+}
+
+// Until all threads of the cluster have come here or ended. What they wrote before is seen behind.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// From the shared memory of the cluster's block `rank`, where the address is the executing one's.
+__device__ __forceinline__ float4 load_of_cluster(uint32_t address, uint32_t rank) {
+  float4 result;
+  asm volatile(
+      "{\n"
+      ".reg .b32 a;\n"
+      "mapa.shared::cluster.u32 a, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
+      "}"
+      : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return result;
+}
+
+}  // namespace fusedconv::device

@@ -11,11 +11,13 @@ from torch.nn import functional as F
 
 from fusedconv import _C, Activation, ForwardProblem, Norm, explain
 from fusedconv.device import device_record
-from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
 from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.cuda.convolution import UNGROUPED
 from fusedconv.kernels.cuda.program import run_program
 from fusedconv.layout import empty, layout_of
+from fusedconv.norms import folded_batch_norm
 from fusedconv.problem import act_norm_act
 
 pytestmark = pytest.mark.gpu
@@ -188,11 +190,14 @@ def test_behind_a_convolution(kernel, layout, saves, dtype, force, monkeypatch):
             assert relative_error(got, right) <= limit
 
 
+@pytest.mark.parametrize("kernel", ["taps_sm80", "taps_sm90"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @DTYPES
-def test_an_affine_map_in_the_epilogue(groups, given, layout, dtype, force, monkeypatch):
+def test_an_affine_map_in_the_epilogue(kernel, groups, given, layout, dtype, force, monkeypatch):
+    if kernel.endswith("sm90") and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rows run on compute capability 9.0")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     x = LAYOUTS[layout](torch.randn(2, 32, 9, 8, device="cuda").to(dtype))
     weight = (torch.randn(32, 40 // groups, 4, 4, device="cuda") / 11).to(dtype)
@@ -207,7 +212,7 @@ def test_an_affine_map_in_the_epilogue(groups, given, layout, dtype, force, monk
 
     tensors = [x, weight, bias, *affine]
     exact = plain(*(None if each is None else each.double() for each in tensors))
-    force("taps_sm80")
+    force(kernel)
     poison()
     actual = conv_transpose_act_norm(
         x, weight, bias, norm="affine", norm_weight=affine[0], norm_bias=affine[1],
@@ -216,6 +221,22 @@ def test_an_affine_map_in_the_epilogue(groups, given, layout, dtype, force, monk
     assert actual.dtype == dtype
     eager = relative_error(plain(*tensors).to(dtype), exact)
     assert relative_error(actual, exact) <= bound(eager, PRECISION[dtype])
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, False)], ids=str)
+@pytest.mark.parametrize("affine_dtype", PRECISION, ids=str)
+@DTYPES
+def test_running_statistics_are_folded(dtype, affine_dtype, given):
+    mean = torch.randn(301, device="cuda").to(dtype)
+    variance = torch.rand(301, device="cuda").to(dtype) + 0.1
+    affine = [torch.randn(301, device="cuda").to(affine_dtype) if each else None for each in given]
+    tensors = (mean, variance, *affine)
+    assert batch_norm.folds(*tensors)
+    poison()
+    exact = folded_batch_norm(*(each if each is None else each.double() for each in tensors), EPS)
+    for actual, expected in zip(fold_batch_norm(*tensors, EPS), exact, strict=True):
+        assert actual.dtype == torch.float32
+        assert relative_error(actual, expected) < 3e-7
 
 
 def test_the_plan_says_so(force, capsys):

@@ -17,8 +17,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fusedconv import ops, validation
 from fusedconv.activations import ACTIVATIONS, activate
 from fusedconv.arguments import choice, finite, integer, integers, tensor
+from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.torch import TorchPlan
-from fusedconv.norms import KINDS, fold_batch_norm, normalized
+from fusedconv.norms import KINDS, folded_batch_norm, normalized
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
 from fusedconv.reference import compose, conv_transpose
@@ -271,6 +272,37 @@ def group_norm(
         return run(plan, input, None, None, weight, bias).output
     result: Tensor = torch.ops.fusedconv.group_norm(*call)[0]
     return result
+
+
+def fold_batch_norm(
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its
+    tensors [K]; in float32 or wider. Autograd follows it to weight and bias.
+
+    y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
+    """
+    tensors = (running_mean, running_var, weight, bias)
+    if has_torch_function(tensors):
+        return handle_torch_function(
+            fold_batch_norm, tensors, running_mean, running_var, weight, bias, eps
+        )
+    tensor("running_mean", running_mean)
+    tensor("running_var", running_var)
+    tensor("weight", weight, optional=True)
+    tensor("bias", bias, optional=True)
+    eps = finite("eps", eps)
+    if (
+        ops.goes_direct(running_mean, tensors)
+        and not ops.any_requires_grad(tensors)
+        and batch_norm.folds(*tensors)
+    ):
+        return batch_norm.fold(*tensors, eps)
+    return folded_batch_norm(*tensors, eps)
 
 
 def _widens(input: Tensor) -> bool:

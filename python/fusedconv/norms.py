@@ -115,18 +115,14 @@ def normalized(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
     return KINDS[norm.kind].compute(norm, x, *affine(x, weight, bias))
 
 
-def fold_batch_norm(
+def folded_batch_norm(
     running_mean: Tensor,
     running_var: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its
-    tensors [K]; in float32 or wider. Autograd follows it to weight and bias.
-
-    y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
-    """
+    """What ``functional.fold_batch_norm`` returns, by torch's operators."""
     wide = statistics_dtype(running_var)
     scale = torch.rsqrt(running_var.to(wide) + eps)
     if weight is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedconv.activations import activate
-from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
 from fusedconv.modules import (
     ConvTransposeActNorm1d,
     ConvTransposeActNorm2d,
@@ -159,8 +159,9 @@ class PlainLayer(nn.Module):
 
 
 class _FusedLayer(nn.Module):
-    """In front of one of our modules: LayerNorm2d is computed with it, BatchNorm runs behind it in
-    torch's operators."""
+    """One of our modules, and a norm that it has none of by the function: LayerNorm2d over
+    channels, BatchNorm of inference as an affine map. Where gradients are asked for, BatchNorm runs
+    behind the convolution in torch's operators."""
 
     def __init__(self, layer: LayerWorkload) -> None:
         whole = layer.norm != "batch"
@@ -177,28 +178,36 @@ class _FusedLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         norm: Any = self.norm
-        if isinstance(norm, LayerNorm2d):
-            conv: Any = self.conv_transpose
-            activation: Any = self.activation  # which nn.Module types as a child
-            order: Any = self.order
-            return conv_transpose_act_norm(
-                input,
-                conv.weight,
-                conv.bias,
-                conv.stride,
-                conv.padding,
-                conv.output_padding,
-                conv.groups,
-                conv.dilation,
-                activation=activation,
-                order=order,
-                norm="layer",
-                norm_weight=norm.weight,
-                norm_bias=norm.bias,
-                eps=norm.eps,
+        if norm is None:
+            result: Tensor = super().forward(input)
+            return result
+        layer = isinstance(norm, LayerNorm2d)
+        if not layer and torch.is_grad_enabled():
+            return activate(norm(super().forward(input)), self.activation_behind)
+        conv: Any = self.conv_transpose
+        activation: Any = self.activation if layer else self.activation_behind
+        order: Any = self.order
+        weight, bias = norm.weight, norm.bias
+        if not layer:
+            weight, bias = fold_batch_norm(
+                norm.running_mean, norm.running_var, weight, bias, norm.eps
             )
-        x: Tensor = super().forward(input)
-        return x if self.norm is None else activate(self.norm(x), self.activation_behind)
+        return conv_transpose_act_norm(
+            input,
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            conv.padding,
+            conv.output_padding,
+            conv.groups,
+            conv.dilation,
+            activation=activation,
+            order=order,
+            norm="layer" if layer else "affine",
+            norm_weight=weight,
+            norm_bias=bias,
+            eps=norm.eps,
+        )
 
 
 class FusedLayer1d(_FusedLayer, ConvTransposeActNorm1d):  # type: ignore[misc]

@@ -422,9 +422,9 @@ struct Linear {
         float const bias = p.bias != nullptr && present
                                ? device::to_float(static_cast<T const*>(p.bias)[channel])
                                : 0.0f;
-        bool const scales = p.scale != nullptr && present;
-        scale[i][half] = scales ? p.scale[channel] : 1.0f;
-        shift[i][half] = scales ? fmaf(bias, p.scale[channel], p.shift[channel]) : bias;
+        scale[i][half] = p.scale != nullptr && present ? p.scale[channel] : 1.0f;
+        shift[i][half] =
+            fmaf(bias, scale[i][half], p.shift != nullptr && present ? p.shift[channel] : 0.0f);
       }
     }
   }

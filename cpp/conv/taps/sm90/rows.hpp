@@ -23,7 +23,7 @@ struct Arguments {
   void const* filter = nullptr;        // packed by pack_filter()
   void const* bias = nullptr;          // [K] of the tensors' type, or null
   float const* scale = nullptr;        // [K], or null: times the biased sum
-  float const* shift = nullptr;        // [K], with scale: added to that
+  float const* shift = nullptr;        // [K], or null: added to that
   void* output = nullptr;              // in the input's layout
   CountedPartial* partials = nullptr;  // [N, slots, K]; or null
 };

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from fusedconv import _C
 from fusedconv.device import Device
+from fusedconv.kernels.cuda.convolution import UNGROUPED
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
 from fusedconv.kernels.cuda.taps import TapsRow
 from fusedconv.plan import Kernel
@@ -68,6 +69,7 @@ class TapsSm90(TapsRow):
     """A row of ``_C.sm90.taps.rows()``."""
 
     provider = "taps_sm90"
+    ungrouped = UNGROUPED | {"affine"}
     architecture = 90
     most_blocks = (1 << 30) - 1
 

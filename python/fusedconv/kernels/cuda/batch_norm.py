@@ -1,0 +1,90 @@
+"""BatchNorm of inference on CUDA: its tensors as an affine map of channels, in one launch."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fusedconv import _C
+from fusedconv.device import Device, device_record
+from fusedconv.kernels.cuda.program import HAS_CUDA, run_program
+from fusedconv.precision import COMPILED_DTYPES
+
+# Slots of the program's pointers.
+MEAN, VARIANCE, WEIGHT, BIAS, SCALE, SHIFT = range(6)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(
+    device: Device,
+    channels: int,
+    eps: float,
+    statistics: torch.dtype,
+    affine: torch.dtype,
+    weight: bool,
+    bias: bool,
+) -> _C.Program:
+    program = _C.Program(device.index, 1, 0)
+    absent = _C.Operand()
+    program.before(
+        _C.batch_norm.Fold(
+            channels=channels,
+            eps=eps,
+            statistics_dtype=COMPILED_DTYPES[statistics],
+            affine_dtype=COMPILED_DTYPES[affine],
+            mean=program.tensor(MEAN, 0),
+            variance=program.tensor(VARIANCE, 0),
+            weight=program.tensor(WEIGHT, 0) if weight else absent,
+            bias=program.tensor(BIAS, 0) if bias else absent,
+            scale=program.tensor(SCALE, 0),
+            shift=program.tensor(SHIFT, 0),
+        )
+    )
+    return program
+
+
+def folds(*tensors: Tensor | None) -> bool:
+    """Whether ``fold`` serves running mean and variance, weight and bias: dense [channels] of one
+    device, each pair of one dtype that is compiled."""
+    given = [each for each in tensors if each is not None]
+    first = given[0]
+    pairs = [[each for each in pair if each is not None] for pair in (tensors[:2], tensors[2:])]
+    return (
+        HAS_CUDA
+        and first.is_cuda
+        and all(
+            each.device == first.device and each.shape == first.shape and each.is_contiguous()
+            for each in given
+        )
+        and all(each.dtype == pair[0].dtype for pair in pairs for each in pair)
+        and all(each.dtype in COMPILED_DTYPES for each in given)
+    )
+
+
+def fold(
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift [channels] in float32, of tensors that ``folds`` says yes to."""
+    device = device_record(running_mean.device)
+    channels = running_mean.numel()
+    given = weight if weight is not None else bias
+    program = _program(
+        device,
+        channels,
+        eps,
+        running_mean.dtype,
+        torch.float32 if given is None else given.dtype,
+        weight is not None,
+        bias is not None,
+    )
+    scale, shift = running_mean.new_empty(2, channels, dtype=torch.float32).unbind()
+    run_program(
+        program, device, (running_mean, running_var, weight, bias, scale, shift), running_mean
+    )
+    return scale, shift

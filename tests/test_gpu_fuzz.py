@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
 
 #: Of all problems, that kernels of the package serve.
 LEAST_SERVED = 0.99
-#: A product of few terms as three TF32 products has 22 bits.
-FLOORS = {"fp32": 1e-7}
+#: Beside that of a single row's tests: over so many problems chance parts eager's error and ours.
+FLOORS = {"fp32": 1e-7, "tf32": 1e-5}
 
 
 @pytest.mark.parametrize("precision", DTYPES)

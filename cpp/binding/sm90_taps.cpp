@@ -67,8 +67,8 @@ void bind_sm90_taps(py::module_& room) {
       .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
       .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"), py::kw_only(), py::arg("moments"))
-      .def("splits", &Config::splits, py::arg("batch"), py::kw_only(), py::arg("moments"),
-           "Blocks of a cluster, which share the channels of one tile's input.")
+      .def_property_readonly("splits", &Config::splits,
+                             "Blocks of a cluster, which share the channels of one tile's input.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(m);

@@ -6,6 +6,7 @@
 
 #include "cuda/math.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/by_call.hpp"
 #include "groupnorm/statistics.hpp"
 
 namespace fusedconv::groupnorm {
@@ -30,6 +31,7 @@ struct Affine {
   int channels_per_group;
   Activation activation_before;
   Activation activation_after;
+  bool quick;  // whether activations may be of quick forms
 };
 
 // A channel's weight and bias, those of the identity where they are absent.
@@ -78,12 +80,16 @@ __device__ __forceinline__ float normalized(float x, ChannelAffine const& channe
 template <class U, bool kActivate, class T, int kVector>
 __device__ __forceinline__ device::Pack<U, kVector> normalized_pack(
     device::Pack<T, kVector> const& pack, ChannelAffine const& channel, Affine const& affine) {
+  float values[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
+  if constexpr (kActivate) activate_by_call(affine.activation_before, affine.quick, values);
+#pragma unroll
+  for (float& value : values) value = fmaf(value - channel.mean, channel.scale, channel.shift);
+  if constexpr (kActivate) activate_by_call(affine.activation_after, affine.quick, values);
   device::Pack<U, kVector> result;
 #pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    result.values[v] = device::from_float<U>(
-        normalized<kActivate>(device::to_float(pack.values[v]), channel, affine));
-  }
+  for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);
   return result;
 }
 
@@ -97,7 +103,8 @@ inline Affine affine_of(GroupNormProblem const& p, void const* weight, void cons
                 .groups = int(p.groups),
                 .channels_per_group = int(p.channels_per_group()),
                 .activation_before = p.activation_before,
-                .activation_after = p.activation_after};
+                .activation_after = p.activation_after,
+                .quick = p.quick()};
 }
 
 }  // namespace fusedconv::groupnorm

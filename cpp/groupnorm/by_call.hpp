@@ -45,4 +45,13 @@ __device__ __forceinline__ void apply_by_call(float (&values)[kCount], Call&& ca
   }
 }
 
+// Replaces values by their activations.
+template <int kCount>
+__device__ __forceinline__ void activate_by_call(Activation activation, bool quick,
+                                                 float (&values)[kCount]) {
+  if (activation == Activation::kIdentity) return;
+  apply_by_call(values,
+                [&](auto const& lanes) { return values_by_call(activation, quick, lanes); });
+}
+
 }  // namespace fusedconv::groupnorm

@@ -31,13 +31,11 @@ static __device__ __noinline__ Lanes<kCount> slopes_by_call(Activation activatio
 struct GradientAffine : Affine {
   float const* mean;
   float const* rstd;
-  bool quick;  // whether activations and their slopes may be of quick forms
 };
 
 inline GradientAffine gradient_affine_of(GroupNormProblem const& p,
                                          GradientTensors const& tensors) {
-  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd,
-          p.quick()};
+  return {affine_of(p, tensors.weight, tensors.bias, nullptr), tensors.mean, tensors.rstd};
 }
 
 // One channel of one sample.

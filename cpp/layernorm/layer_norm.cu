@@ -8,7 +8,6 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
-#include "groupnorm/by_call.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/moments.hpp"
 
@@ -82,7 +81,7 @@ __device__ __forceinline__ void sum_over_threads(float (&values)[kCount], int la
 // 4. normalises and stores.
 template <class T, class U, int kVector, Layout kLayout>
 __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine const& affine,
-                                               float eps, bool quick, int lanes, Part const& part,
+                                               float eps, int lanes, Part const& part,
                                                float* shared, int shared_floats) {
   constexpr bool kFirst = kLayout == Layout::kChannelsFirst;
   constexpr int kPixels = kFirst ? kVector : 1;
@@ -95,18 +94,12 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
       packs[k] = Pack<T, kVector>::load(input + part.base + index * part.stride);
     }
   }
-  auto const activate = [&](Activation activation, float (&values)[kVector]) {
-    if (activation == Activation::kIdentity) return;
-    groupnorm::apply_by_call(values, [&](auto const& lanes) {
-      return groupnorm::values_by_call(activation, quick, lanes);
-    });
-  };
   auto const each = [&](auto&& body) {
     auto const call = [&](Pack<T, kVector> const& pack, int index) {
       float values[kVector];
 #pragma unroll
       for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
-      activate(affine.activation_before, values);
+      groupnorm::activate_by_call(affine.activation_before, affine.quick, values);
       body(values, index);
     };
 #pragma unroll
@@ -164,7 +157,7 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
       auto const channel = ChannelAffine::of(statistics[v % kPixels], weight, bias);
       values[v] = fmaf(values[v] - channel.mean, channel.scale, channel.shift);
     }
-    activate(affine.activation_after, values);
+    groupnorm::activate_by_call(affine.activation_after, affine.quick, values);
     Pack<U, kVector> result;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);
@@ -174,8 +167,8 @@ __device__ __forceinline__ void normalize_part(T const* input, U* output, Affine
 
 template <class T, class U, int kVector>
 __global__ void __launch_bounds__(kMostThreads, 2)
-    normalize_channels_first(T const* input, U* output, Affine affine, float eps, bool quick,
-                             int64_t pixels, int64_t tiles, int lanes) {
+    normalize_channels_first(T const* input, U* output, Affine affine, float eps, int64_t pixels,
+                             int64_t tiles, int lanes) {
   extern __shared__ float shared[];  // [kSums][warps][lanes * kVector]
   int64_t const pixel = (blockIdx.x % tiles * lanes + int(threadIdx.x) % lanes) * int64_t(kVector);
   Part const part{.base = blockIdx.x / tiles * affine.channels * pixels + pixel,
@@ -183,23 +176,22 @@ __global__ void __launch_bounds__(kMostThreads, 2)
                   .first = int(threadIdx.x) / lanes,
                   .step = int(blockDim.x) / lanes,
                   .count = pixel < pixels ? affine.channels : 0};
-  normalize_part<T, U, kVector, Layout::kChannelsFirst>(input, output, affine, eps, quick, lanes,
-                                                        part, shared,
-                                                        int(blockDim.x) / 32 * lanes * kVector);
+  normalize_part<T, U, kVector, Layout::kChannelsFirst>(
+      input, output, affine, eps, lanes, part, shared, int(blockDim.x) / 32 * lanes * kVector);
 }
 
 template <class T, class U, int kVector>
 __global__ void __launch_bounds__(kRowThreads)
-    normalize_channels_last(T const* input, U* output, Affine affine, float eps, bool quick,
-                            int64_t rows, int lanes) {
+    normalize_channels_last(T const* input, U* output, Affine affine, float eps, int64_t rows,
+                            int lanes) {
   int64_t const row = (int64_t(blockIdx.x) * kRowThreads + int(threadIdx.x)) / lanes;
   Part const part{.base = row * affine.channels,
                   .stride = kVector,
                   .first = int(threadIdx.x) % lanes,
                   .step = lanes,
                   .count = row < rows ? affine.channels / kVector : 0};
-  normalize_part<T, U, kVector, Layout::kChannelsLast>(input, output, affine, eps, quick, lanes,
-                                                       part, nullptr, 0);
+  normalize_part<T, U, kVector, Layout::kChannelsLast>(input, output, affine, eps, lanes, part,
+                                                       nullptr, 0);
 }
 
 int power_of_two(int64_t most, int64_t wanted) {
@@ -222,7 +214,7 @@ void launch_channels_first(GroupNormProblem const& p, T const* input, U* output,
   int const shared_bytes = kSums * threads / 32 * lanes * kVector * int(sizeof(float));
   dim3 const grid = device::checked_grid("normalize_channels_first", p.batch * tiles);
   normalize_channels_first<T, U, kVector><<<grid, threads, shared_bytes, stream>>>(
-      input, output, affine, float(p.eps), p.quick(), p.pixels, tiles, lanes);
+      input, output, affine, float(p.eps), p.pixels, tiles, lanes);
   FUSEDCONV_CUDA("normalize_channels_first", cudaGetLastError());
 }
 
@@ -234,8 +226,8 @@ void launch_channels_last(GroupNormProblem const& p, T const* input, U* output,
   int64_t const rows = p.batch * p.pixels;
   dim3 const grid =
       device::checked_grid("normalize_channels_last", ceil_div(rows * lanes, kRowThreads));
-  normalize_channels_last<T, U, kVector><<<grid, kRowThreads, 0, stream>>>(
-      input, output, affine, float(p.eps), p.quick(), rows, lanes);
+  normalize_channels_last<T, U, kVector>
+      <<<grid, kRowThreads, 0, stream>>>(input, output, affine, float(p.eps), rows, lanes);
   FUSEDCONV_CUDA("normalize_channels_last", cudaGetLastError());
 }
 

@@ -195,9 +195,10 @@ Schedule pixels(Schedule s, Problem const& p, int element, Device const& device)
 
 Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   int64_t const products = int64_t(p.channels) * p.output_channels;
-  if (products > kMostProducts) {
+  if (products > kMostProducts && p.channels > kFewChannels) {
     return refused(detail::join("a group has ", p.channels, " input and ", p.output_channels,
-                                " output channels, products up to ", kMostProducts, " are served"));
+                                " output channels; products up to ", kMostProducts, " or up to ",
+                                kFewChannels, " input channels are served"));
   }
   Schedule s;
   int64_t inputs = 1, outputs = 1;

@@ -26,10 +26,12 @@ namespace fusedconv::conv::direct {
 
 inline constexpr int kThreads = 256;
 inline constexpr int kWarp = 32;
-inline constexpr int kPixels = 4;            // of a thread at once, channels last
-inline constexpr int kRows = 4;              // of a thread at once, channels first
-inline constexpr int kLineBytes = 16;        // of a tile's table
-inline constexpr int kMostProducts = 64;     // input times output channels of a group
+inline constexpr int kPixels = 4;      // of a thread at once, channels last
+inline constexpr int kRows = 4;        // of a thread at once, channels first
+inline constexpr int kLineBytes = 16;  // of a tile's table
+// Groups are of so many products of an input and an output channel, or of so few input channels.
+inline constexpr int kMostProducts = 64;
+inline constexpr int kFewChannels = 16;
 inline constexpr int kMostStride = 1 << 15;  // products of two fit an int
 inline constexpr int kGeneral = -1;          // no compiled taps
 

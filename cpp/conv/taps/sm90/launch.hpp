@@ -25,12 +25,14 @@ void launch(Arguments const& a, cudaStream_t stream) {
   Params const p = Params::of(a);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
   int const splits = 1 << p.split_shift;
-  int const blocks = int(std::min<int64_t>(items * splits, config.multiprocessors));
+  int64_t const most = config.multiprocessors;
+  // A cluster has one item, as its blocks' shared memory passes sums on in the end.
+  int64_t const blocks = splits > 1 ? items * splits : std::min(items, most);
   check_launch(config, a.batch, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
   check_launch(config, a.batch, "launch",
-               device::launch_clusters_early(&convolve<Own>, splits, blocks, kThreads, shared_bytes,
-                                             stream, p));
+               device::launch_clusters_early(&convolve<Own>, splits, int(blocks), kThreads,
+                                             shared_bytes, stream, p));
 }
 
 template <Math kMath, int kRowGroups, int kColumns>

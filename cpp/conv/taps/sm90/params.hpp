@@ -261,7 +261,7 @@ inline Params Params::of(Arguments const& a) {
                   tiles * s.blocks_m * c.groups, ", expected at most ", kMost);
   p.tile_count = int(tiles);
   p.blocks = s.blocks_m * c.groups;
-  p.split_shift = std::bit_width(unsigned(config.splits(a.batch, a.partials != nullptr))) - 1;
+  p.split_shift = std::bit_width(unsigned(config.splits())) - 1;
   p.partial_slots = config.partial_slots();
   p.blocks_m = cutlass::FastDivmod(s.blocks_m);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);

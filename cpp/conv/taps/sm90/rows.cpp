@@ -46,9 +46,9 @@ int64_t Config::tiles(int64_t batch, bool moments) const {
   return ceil_div(pixels, schedule.tile_columns(row->shape));
 }
 
-int Config::splits(int64_t batch, bool moments) const {
+int Config::splits() const {
   Schedule const& s = schedule;
-  int64_t const items = tiles(batch, moments) * s.blocks_m * problem.groups;
+  int64_t const items = s.sample_tiles() * s.blocks_m * problem.groups;
   Memory const memory = Memory::of(s.positions, s.pieces, s.stages, s.slots, row->math, row->shape);
   int64_t const sums = int64_t(kConsumers) * row->shape.row_groups * kInstructionRows *
                        row->shape.columns * int64_t(sizeof(float));

@@ -62,9 +62,10 @@ struct Config {
   // Whether tiles go over the borders of samples, where nobody wants moments of each.
   bool joins_samples(bool moments) const;
   int64_t tiles(int64_t batch, bool moments) const;
-  // Blocks of a cluster, which share the channels of one tile's input where tiles are too few for
-  // all multiprocessors; a power of two.
-  int splits(int64_t batch, bool moments) const;
+  // Blocks of a cluster, which share the channels of one tile's input where a sample's tiles are
+  // too few for all multiprocessors; a power of two. The batch has no say, or a sample's sums would
+  // depend on it.
+  int splits() const;
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const;
   int64_t partial_bytes_per_sample() const;

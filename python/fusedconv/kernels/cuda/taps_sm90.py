@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
@@ -73,6 +74,9 @@ class TapsSm90(TapsRow):
     architecture = 90
     most_blocks = (1 << 30) - 1
 
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        return super().sample_blocks(problem, config) * int(config.splits)
+
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
 
@@ -90,6 +94,10 @@ class TapsSm90(TapsRow):
         columns = self.row.row_groups * self.row.columns * 2
         beside = columns * costs.column[problem.output_layout] + costs.block
         chunk = self.chunk(problem, config)
+        splits = config.splits
+        block = math.ceil(config.chunks / splits) * main_loop + beside
+        if splits > 1:
+            block += costs.split
         moments = problem.norm_groups > 0
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
@@ -98,10 +106,7 @@ class TapsSm90(TapsRow):
                 * config.blocks_m
                 * problem.conv.groups
             )
-            splits = config.splits(samples, moments=moments)
-            waves = math.ceil(blocks * splits / multiprocessors)
-            block = math.ceil(config.chunks / splits) * main_loop + beside
-            cycles += launches * waves * (block + (costs.split if splits > 1 else 0.0))
+            cycles += launches * math.ceil(blocks * splits / multiprocessors) * block
         moved = (problem.input_elements + problem.output_elements) * size
         milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
         packed = config.filter_bytes / size * costs.pack * 1e3

@@ -34,7 +34,9 @@ def rows() -> list:
 
 
 def row_of(math_name: str, window: tuple[int, int]):
-    (row,) = (r for r in rows() if (r.math.name, r.window) == (math_name, window))
+    (row,) = (
+        r for r in rows() if (r.math.name, r.window) == (math_name, window) and not r.interleaves
+    )
     return row
 
 
@@ -85,9 +87,28 @@ def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
 
 def test_rows_are_named_by_math_and_window():
     names = [row.name for row in rows()]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 20
     for row in rows():
-        assert row.name == "sm90_runs_{}_{}_{}".format(row.math.name, *row.window)
+        window = "interleaved" if row.interleaves else "{}_{}".format(*row.window)
+        assert row.name == f"sm90_runs_{row.math.name}_{window}"
+
+
+def test_phases_are_those_of_interleaving_rows():
+    for row in rows():
+        arguments = dict(
+            problem=_C.ConvProblem(c=16, k=32, input=(1, 8, 16), output=(1, 8, 16), taps=(1, 1, 1)),
+            layout=_C.Layout.nchw,
+            aligned=True,
+            device=H200.compiled,
+        )
+        if row.interleaves:
+            made = _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
+            assert made.support
+            with pytest.raises(ValueError, match="phases: got 1x3x3 of 32 output channels"):
+                _C.sm90.runs.Config(row, phases=(1, 3, 3), **arguments)
+        else:
+            with pytest.raises(ValueError, match="phases: got 1x2x2, expected 1x1x1"):
+                _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)

@@ -115,10 +115,18 @@ class Sm90Row(ConvolutionRow):
         return self.config_of(problem, lowered, problem.output_channels, device, **self.how)
 
     def config_of(
-        self, problem: ForwardProblem, lowered: Phase, channels: int, device: Device, **how: Any
+        self,
+        problem: ForwardProblem,
+        lowered: Phase,
+        channels: int,
+        device: Device,
+        *,
+        copied: bool = False,
+        **how: Any,
     ) -> Any:
-        """The schedule of a convolution to so many output channels."""
-        strided = problem.layout == "strided"  # copied to contiguous NCHW first
+        """The schedule of a convolution to so many output channels, of the input or, ``copied``, of
+        an aligned copy of it."""
+        copied = copied or problem.layout == "strided"  # to contiguous NCHW
         return _config(
             self.room,
             self.index,
@@ -126,7 +134,7 @@ class Sm90Row(ConvolutionRow):
             channels,
             lowered,
             problem.output_layout,
-            strided or problem.aligned,
+            copied or problem.aligned,
             device,
             **how,
         )

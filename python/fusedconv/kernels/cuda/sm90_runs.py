@@ -18,8 +18,10 @@ from fusedconv.device import Device
 from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
 from fusedconv.kernels.cuda.program import FAMILIES, ForwardProgram, NotBuiltForward
 from fusedconv.kernels.cuda.sm90 import Sm90Row
+from fusedconv.layout import line_pitch
 from fusedconv.lowering import Phase, lower
 from fusedconv.plan import Kernel
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
 
@@ -150,8 +152,40 @@ class InterleavingRunsSm90(RunsSm90):
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         lowered, conv = self.lowered(problem), problem.conv
         assert isinstance(lowered, Phase) and conv is not None
-        channels = problem.output_channels * math.prod(conv.stride)
-        return self.config_of(problem, lowered, channels, device, phases=by_axis(conv.stride))
+        pads = _pads(problem)
+        return self.config_of(
+            problem,
+            lowered,
+            problem.output_channels * math.prod(conv.stride),
+            device,
+            copied=pads,
+            padded_lines=pads,
+            phases=by_axis(conv.stride),
+        )
+
+    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
+        problem = program.problem
+        if _pads(problem):
+            lines = _C.layout.LinesProblem(
+                batch=problem.batch,
+                channels=problem.channels,
+                lines=math.prod(problem.spatial[:-1]),
+                columns=problem.spatial[-1],
+                pitch=problem.spatial[-1],
+                dtype=COMPILED_DTYPES[problem.dtype],
+            )
+            padded = program.scratch(lines.sample_bytes)
+            program.compiled.per_chunk(
+                _C.layout.PadLines(
+                    "the input",
+                    problem=lines,
+                    input=program.input,
+                    output=padded,
+                    sums=program.absent,
+                )
+            )
+            program.input = padded
+        return super().convolve(program, config, output)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds of a supported problem."""
@@ -167,7 +201,16 @@ class InterleavingRunsSm90(RunsSm90):
         chunks = -(-problem.batch // chunk)
         moved = (problem.input_elements + problem.output_elements) * size
         conv = max(chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
+        if _pads(problem):
+            conv += device.copy_milliseconds(2 * problem.input_elements * size)
+            conv += chunks * device.launch_milliseconds
         return conv + self.milliseconds_beside(problem, device, chunks)
+
+
+def _pads(problem: ForwardProblem) -> bool:
+    """Whether the input's lines, as tensor copies read them, must be padded first."""
+    whole = line_pitch(problem.spatial[-1], problem.dtype) == problem.spatial[-1]
+    return not whole or (problem.layout != "strided" and not problem.aligned)
 
 
 def kernels() -> list[Kernel]:

@@ -9,28 +9,30 @@
 namespace fusedconv::conv::taps::sm90 {
 namespace {
 
-constexpr int kPackThreads = 256;
+constexpr int kPackThreads = 512;
 constexpr int kMaxBlocks = 4096;
 
-// One thread for 16 bytes of a row's channels at a tap.
+// One thread for 16 bytes of a row's channels at a tap. Neighbouring threads have the rows and taps
+// of the same channels, which are neighbours in a dense weight.
 template <class T, bool kRounds, bool kSplits>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ Params const p,
-                       __grid_constant__ FilterSource const source, int row_groups, int64_t count,
+                       __grid_constant__ FilterSource const source, int row_groups, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
   constexpr int kVector = 16 / int(sizeof(T));
   constexpr int kParts = kSplits ? 2 : 1;
-  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
-    int64_t rest = i;
+  uint32_t const stride = gridDim.x * blockDim.x;
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+    uint32_t rest = i;
     auto const take = [&rest](int extent) {
-      int const result = int(rest % extent);
-      rest /= extent;
+      int const result = int(rest % uint32_t(extent));
+      rest /= uint32_t(extent);
       return result;
     };
     int const row = take(kInstructionRows);
-    int const piece = take(p.pieces);
     int const index = take(p.block_taps);
+    int const piece = take(p.pieces);
+    int64_t const slots = int64_t(rest) * p.block_taps;  // before those of the block and chunk
     int const chunk = take(p.chunks);
     int block_m, conv_group;
     p.blocks_m(conv_group, block_m, int(rest));
@@ -80,10 +82,10 @@ __global__ void __launch_bounds__(kPackThreads)
       }
       parts[0].values[c] = value;
     }
-    int64_t const slot = i / (kInstructionRows * p.pieces);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      int64_t const unit = ((slot * kParts + part) * p.pieces + piece) * kInstructionRows + row;
+      int64_t const unit =
+          (((slots + index) * kParts + part) * p.pieces + piece) * kInstructionRows + row;
       parts[part].store(reinterpret_cast<T*>(filter + unit * 16));
     }
   }

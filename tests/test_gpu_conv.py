@@ -294,7 +294,7 @@ def test_one_dimension(eager_precision):
         actual = module(x)
         reference = copy.deepcopy(module).double().cpu()(x.double().cpu())
     assert relative_error(actual, reference.cuda()) < 2e-6
-    assert fusedconv.explain(module, x)[0].provider.startswith("cutlass")
+    assert fusedconv.explain(module, x)[0].provider != "torch"
 
 
 @pytest.mark.usefixtures("ours")

@@ -57,22 +57,14 @@ __global__ void __launch_bounds__(kThreads)
     int const d = iteration / iterations_h;
     int const within = order.interleaves_halves ? element * 2 + half : half * kHalf + element;
     int const c = (iteration_c * order.k_blocks_per_stage + k_block) * 2 * kHalf + within;
-    int k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
-    int depth = order.taps_d - 1 - d;
-    int height = order.taps_h - 1 - (iteration_h * order.filter_rows + r);
-    int width = order.taps_w - 1 - s;
-    if (order.phases.all() > 1) {
-      int phase = k % order.phases.all();
-      k /= order.phases.all();
-      width += phase % order.phases.w;
-      phase /= order.phases.w;
-      height += phase % order.phases.h;
-      depth += phase / order.phases.h;
-    }
+    int const k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
     T value = T(0.0f);
     if (c < p.source.c && k < p.source.k && d < order.taps_d) {
-      value = weight[c * p.source.stride_c + k * p.source.stride_k + depth * p.source.stride_t +
-                     height * p.source.stride_r + width * p.source.stride_s];
+      value =
+          weight[c * p.source.stride_c + k * p.source.stride_k +
+                 (order.taps_d - 1 - d) * p.source.stride_t +
+                 (order.taps_h - 1 - (iteration_h * order.filter_rows + r)) * p.source.stride_r +
+                 (order.taps_w - 1 - s) * p.source.stride_s];
     }
     T* const target =
         filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;

@@ -21,8 +21,7 @@ struct FilterOrder {
   int k_blocks_per_stage, filter_rows, k_iterations;
   // Whether the two halves of a k-block alternate by channel, else the second follows the first.
   bool interleaves_halves;
-  int zeros = 0;    // 32-bit words behind the packed filter that become zero
-  Phases phases{};  // which taps there are of
+  int zeros = 0;  // 32-bit words behind the packed filter that become zero
 };
 
 // Taps reversed, channel axes swapped, rounded or split in two.

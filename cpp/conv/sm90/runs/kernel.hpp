@@ -57,10 +57,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   if (threadIdx.x < kBlockN) {
     int const channel = channel0 + int(threadIdx.x);
-    int own = channel;
-    if constexpr (Traits::kInterleaves) own = p.phases.div(channel);
     header.bias[threadIdx.x] = p.bias != nullptr && channel < p.out_channels
-                                   ? device::to_float(static_cast<T const*>(p.bias)[own])
+                                   ? device::to_float(static_cast<T const*>(p.bias)[channel])
                                    : 0.0f;
   }
   __syncthreads();

@@ -19,8 +19,7 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-inline std::string name_of(Math math, Window const& window, bool interleaves) {
-  if (interleaves) return detail::join("sm90_runs_", traits_of(math).name, "_interleaved");
+inline std::string name_of(Math math, Window const& window) {
   return detail::join("sm90_runs_", traits_of(math).name, "_", window.before, "_", window.after);
 }
 
@@ -41,32 +40,29 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
                            input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
 }
 
-template <Math kMath, int kBefore, int kAfter, bool kInterleaves>
+template <Math kMath, int kBefore, int kAfter>
 void launch(Arguments const& a, cudaStream_t stream) {
   dispatch_activation(a.activation, [&](auto form) {
-    launch_kernel<Traits<kMath, kBefore, kAfter, kInterleaves, decltype(form)>>(a, stream);
+    launch_kernel<Traits<kMath, kBefore, kAfter, decltype(form)>>(a, stream);
   });
 }
 
-template <Math kMath, int kBefore, int kAfter, bool kInterleaves = false>
+template <Math kMath, int kBefore, int kAfter>
 void append_row(std::vector<Row>& rows) {
   constexpr Window kWindow{kBefore, kAfter};
-  rows.push_back({.name = name_of(kMath, kWindow, kInterleaves),
+  rows.push_back({.name = name_of(kMath, kWindow),
                   .math = kMath,
                   .window = kWindow,
-                  .interleaves = kInterleaves,
-                  .launch = &launch<kMath, kBefore, kAfter, kInterleaves>});
+                  .launch = &launch<kMath, kBefore, kAfter>});
 }
 
-// A row for each window: no padding, half of a filter's row, all of it, and one column, alone or of
-// each sub-pixel phase.
+// A row for each window: no padding, half of a filter's row, all of it, and one column.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 2, 0>(rows);
   append_row<kMath, 1, 1>(rows);
   append_row<kMath, 0, 2>(rows);
   append_row<kMath, 0, 0>(rows);
-  append_row<kMath, 0, 0, true>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -23,8 +23,7 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
                      .k_iterations = s.k_iterations,
                      // A lane's channels of 32 bits are neighbours, one of each half.
                      .interleaves_halves = config.traits().element_bytes() == 4,
-                     .zeros = s.blocks_n,
-                     .phases = config.phases},
+                     .zeros = s.blocks_n},
                     source, weight, filter, stream);
 }
 

@@ -81,7 +81,7 @@ def _config(
     layout: str,
     aligned: bool,
     device: Device,
-    **how: Any,
+    **how: bool,
 ) -> Any:
     return room.Config(
         room.rows()[row],
@@ -98,45 +98,25 @@ class Sm90Row(ConvolutionRow):
 
     provider = "cutlass_sm90"
 
-    def __init__(self, room: Any, index: int, row: Any, **how: Any) -> None:
+    def __init__(self, room: Any, index: int, row: Any, **how: bool) -> None:
         """``how``: what else the room's configurations take."""
         super().__init__(room, index, row)
         self.how = how
 
-    def lowered(self, problem: ForwardProblem) -> Phase | Support:
-        """The one dense convolution that the row computes."""
-        assert problem.conv is not None
-        return lower(problem.conv, problem.spatial).single()
-
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        """The schedule of a problem that the row lowers."""
-        lowered = self.lowered(problem)
-        assert isinstance(lowered, Phase)
-        return self.config_of(problem, lowered, problem.output_channels, device, **self.how)
-
-    def config_of(
-        self,
-        problem: ForwardProblem,
-        lowered: Phase,
-        channels: int,
-        device: Device,
-        *,
-        copied: bool = False,
-        **how: Any,
-    ) -> Any:
-        """The schedule of a convolution to so many output channels, of the input or, ``copied``, of
-        an aligned copy of it."""
-        copied = copied or problem.layout == "strided"  # to contiguous NCHW
+        """The schedule of a problem that lowers to one dense convolution."""
+        assert problem.conv is not None
+        strided = problem.layout == "strided"  # copied to contiguous NCHW first
         return _config(
             self.room,
             self.index,
             problem.channels,
-            channels,
-            lowered,
+            problem.output_channels,
+            only_phase(problem),
             problem.output_layout,
-            copied or problem.aligned,
+            strided or problem.aligned,
             device,
-            **how,
+            **self.how,
         )
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
@@ -163,7 +143,7 @@ class Sm90Row(ConvolutionRow):
                 f"{problem.channels} input channels; its sums are as exact as eager's from "
                 f"{FEWEST_STRICT_CHANNELS} on in strict fp32"
             )
-        lowered = self.lowered(problem)
+        lowered = lower(conv, problem.spatial).single()
         if isinstance(lowered, Support):
             return lowered
         largest = max(math.prod(problem.spatial), math.prod(problem.output_spatial))

@@ -11,6 +11,16 @@
 
 namespace fusedconv::groupnorm {
 
+// What a kernel knows of the activations when it is compiled: that there are none, that there may
+// be any, which it calls, or that there is GELU in its quick form in front and none behind: calls
+// would take longer than memory there. Kernels that know the first two alone take a bool.
+enum KnownActivations : int { kNoActivation = false, kAnyActivation = true, kQuickGeluBefore };
+
+inline bool has_quick_gelu_before(GroupNormProblem const& p) {
+  return p.quick() && p.activation_before == Activation::kGelu &&
+         p.activation_after == Activation::kIdentity;
+}
+
 // Without kActivate both activations are the identity and cost nothing.
 template <bool kActivate>
 __device__ __forceinline__ float before(Activation activation, float x) {
@@ -76,17 +86,31 @@ __device__ __forceinline__ float normalized(float x, ChannelAffine const& channe
   return before<kActivate>(affine.activation_after, x);
 }
 
+// The activation in front.
+template <int kKnown, int kCount>
+__device__ __forceinline__ void activate(Activation activation, bool quick,
+                                         float (&values)[kCount]) {
+  if constexpr (kKnown == kQuickGeluBefore) {
+#pragma unroll
+    for (float& value : values) value = device::quick_value<activations::Gelu>(value);
+  } else if constexpr (kKnown == kAnyActivation) {
+    activate_by_call(activation, quick, values);
+  }
+}
+
 // Of values of one channel.
-template <class U, bool kActivate, class T, int kVector>
+template <class U, int kKnown, class T, int kVector>
 __device__ __forceinline__ device::Pack<U, kVector> normalized_pack(
     device::Pack<T, kVector> const& pack, ChannelAffine const& channel, Affine const& affine) {
   float values[kVector];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
-  if constexpr (kActivate) activate_by_call(affine.activation_before, affine.quick, values);
+  activate<kKnown>(affine.activation_before, affine.quick, values);
 #pragma unroll
   for (float& value : values) value = fmaf(value - channel.mean, channel.scale, channel.shift);
-  if constexpr (kActivate) activate_by_call(affine.activation_after, affine.quick, values);
+  if constexpr (kKnown == kAnyActivation) {
+    activate_by_call(affine.activation_after, affine.quick, values);
+  }
   device::Pack<U, kVector> result;
 #pragma unroll
   for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);

@@ -60,7 +60,7 @@ struct Point {
 };
 
 // Of values of one channel each: channel(i) is the i-th value's.
-template <bool kActivate, class T, int kCount, class ChannelOf>
+template <int kKnown, class T, int kCount, class ChannelOf>
 __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
                                           device::Pack<T, kCount> const& grad,
                                           ChannelOf const& channel, GradientAffine const& affine,
@@ -68,18 +68,12 @@ __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
   float values[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) values[i] = device::to_float(x.values[i]);
-  if constexpr (kActivate) {
-    if (affine.activation_before != Activation::kIdentity) {
-      apply_by_call(values, [&](auto lanes) {
-        return values_by_call(affine.activation_before, affine.quick, lanes);
-      });
-    }
-  }
+  activate<kKnown>(affine.activation_before, affine.quick, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     points[i] = {(values[i] - channel(i).mean) * channel(i).rstd, device::to_float(grad.values[i])};
   }
-  if constexpr (kActivate) {
+  if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_after != Activation::kIdentity) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -95,12 +89,12 @@ __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
 }
 
 // terms(i): those of the i-th value's group.
-template <bool kActivate, class T, int kCount, class ChannelOf, class TermsOf>
+template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
 __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
     device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
     TermsOf const& terms, GradientAffine const& affine) {
   Point points[kCount];
-  points_of<kActivate>(x, grad, channel, affine, points);
+  points_of<kKnown>(x, grad, channel, affine, points);
   float results[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -108,7 +102,12 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
         channel(i).rstd * (fmaf(channel(i).weight, points[i].gradient, -terms(i).gradient) -
                            points[i].normalized * terms(i).projection);
   }
-  if constexpr (kActivate) {
+  if constexpr (kKnown == kQuickGeluBefore) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      results[i] *= device::quick_slope<activations::Gelu>(device::to_float(x.values[i]));
+    }
+  } else if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_before != Activation::kIdentity) {
       float slopes[kCount];
 #pragma unroll

@@ -27,7 +27,7 @@ __device__ __forceinline__ float2 block_sum(float2 value) {
 // ---- partial sums ----
 
 // Channels first. Block (split, plane): partial sums of g and g xhat, [plane, split].
-template <class T, int kVector, bool kActivate>
+template <class T, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   auto const add = [&](Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     float2 part{};
     Point points[kVector];
-    points_of<kActivate>(px, pg, [&](int) { return channel; }, affine, points);
+    points_of<kKnown>(px, pg, [&](int) { return channel; }, affine, points);
 #pragma unroll
     for (Point const& point : points) {
       part.x += point.gradient;
@@ -196,8 +196,10 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
           x, g, affine, p.pixels, split.size, split.count, map, partials);
     } else {
       dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
-      sums_of_planes<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
-          x, g, affine, p.pixels, split.size, split.count, partials);
+      dispatch_known<kActivate>(p, [&](auto known) {
+        sums_of_planes<T, kVector, known.value><<<grid, kThreads, 0, stream>>>(
+            x, g, affine, p.pixels, split.size, split.count, partials);
+      });
     }
   });
   FUSEDCONV_CUDA("gradient_sums", cudaGetLastError());

@@ -14,7 +14,7 @@ namespace {
 using device::Pack;
 
 // Channels first. Block (split, plane). kLines: the output lies in lines, which are summed.
-template <class T, int kVector, bool kActivate, bool kLines>
+template <class T, int kVector, int kKnown, bool kLines>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   LineWalk place{};
   if constexpr (kLines) place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
-    auto const result = grad_input_of<kActivate>(
+    auto const result = grad_input_of<kKnown>(
         px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine);
     if constexpr (kLines) {
       store_in_lines(result, output + plane * lines.plane, place, lines);
@@ -119,9 +119,11 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
       Split const split = split_planes(p, tensors.columns > 0);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
       device::dispatch_bool(tensors.columns > 0, [&](auto lines) {
-        grad_of_planes<T, kVector, kActivate, lines.value><<<grid, kThreads, 0, stream>>>(
-            x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
-            LineStep::of(tensors, kThreads * kVector), tensors.sums);
+        dispatch_known<kActivate>(p, [&](auto known) {
+          grad_of_planes<T, kVector, known.value, lines.value><<<grid, kThreads, 0, stream>>>(
+              x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
+              LineStep::of(tensors, kThreads * kVector), tensors.sums);
+        });
       });
     }
   });

@@ -7,6 +7,7 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/affine.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -26,6 +27,17 @@ void dispatch_kernel(GroupNormProblem const& p, F&& body) {
   device::dispatch_type(p.dtype, [&](auto zero) {
     device::dispatch_bool(activate, [&](auto active) { body(zero, active); });
   });
+}
+
+// Calls body with what it is to know of activations, for kernels that know all kinds.
+template <bool kActivate, class F>
+void dispatch_known(GroupNormProblem const& p, F&& body) {
+  if constexpr (kActivate) {
+    if (has_quick_gelu_before(p)) {
+      return body(std::integral_constant<int, kQuickGeluBefore>{});
+    }
+  }
+  body(std::integral_constant<int, kActivate>{});
 }
 
 // Elements of an access to rows of channels: 16 bytes of them, or one.

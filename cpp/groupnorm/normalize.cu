@@ -15,16 +15,16 @@ using device::Pack;
 // ---- normalisation ----
 
 // Block (split, plane): one channel of one sample is contiguous.
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-  normalize_run<T, U, kVector, kActivate>(input, output, channel, affine,
-                                          int64_t(plane) * pixels + begin,
-                                          min(split_size, pixels - begin));
+  normalize_run<T, U, kVector, kKnown>(input, output, channel, affine,
+                                       int64_t(plane) * pixels + begin,
+                                       min(split_size, pixels - begin));
 }
 
 // Small planes: the whole tensor as one run, the channel found for each vector.
@@ -195,8 +195,10 @@ void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors
         Split const split = split_run(p.pixels, sizeof(T), kVector, kRunBytes);
         dim3 const grid =
             device::checked_grid("normalize_planes", p.batch * p.channels * split.count);
-        normalize_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
-            input, output, affine, p.pixels, split.size, split.count);
+        dispatch_known<kActivate>(p, [&](auto known) {
+          normalize_planes<T, U, vector.value, known.value><<<grid, kThreads, 0, stream>>>(
+              input, output, affine, p.pixels, split.size, split.count);
+        });
       } else {
         int64_t const planes = p.batch * p.channels;
         FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels: got ", planes);

@@ -13,7 +13,7 @@ namespace fusedconv::groupnorm {
 // begin at multiples of their size in the tensor, wherever the run does; elements before and behind
 // them go one by one. The output may be the input: each element is read by the thread that writes
 // it, before it does.
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, int kKnown>
 __device__ __forceinline__ void normalize_run(T const* __restrict__ input, U* __restrict__ output,
                                               ChannelAffine const& channel, Affine const& affine,
                                               int64_t first, int64_t size) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void normalize_run(T const* __restrict__ input, U* __
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       if (i + j * kThreads < vectors) {
-        normalized_pack<U, kActivate>(loaded[j], channel, affine)
+        normalized_pack<U, kKnown>(loaded[j], channel, affine)
             .store(target + (i + j * kThreads) * kVector);
       }
     }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void normalize_run(T const* __restrict__ input, U* __
       int64_t const element =
           threadIdx.x < head ? threadIdx.x - head : vectors * kVector + threadIdx.x - head;
       target[element] = device::from_float<U>(
-          normalized<kActivate>(device::to_float(source[element]), channel, affine));
+          normalized<kKnown != kNoActivation>(device::to_float(source[element]), channel, affine));
     }
   }
 }

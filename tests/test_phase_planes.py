@@ -244,3 +244,10 @@ def test_large_strided_layers_have_their_gradients_here(precision):
     ((problem_part, candidate),) = choose(asked, H200).chosen
     assert problem_part.parts == ("input", "weight")
     assert candidate.kernel.name == f"sm90_gradients_{precision}"
+
+
+def test_small_strided_layers_of_many_channels_are_left_to_torch():
+    conv = geometry_of(torch.empty(768, 384, 2, 2, 2), stride=(2, 2, 2))
+    small = strided(batch=1, channels=768, spatial=(3, 3, 3), conv=conv)
+    chosen = choose(backward_problem(small, "input", "weight"), H200).chosen
+    assert [candidate.kernel.provider for _, candidate in chosen] == ["torch"]

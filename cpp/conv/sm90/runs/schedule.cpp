@@ -62,10 +62,10 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
   double const staging = traits_of(math).parts == 2 ? 0.1 / 3 : 0.1;
   // The quads of one row are all that a tile can have. Where the filter reads a tile's own pixels
   // alone, the longest copies are best.
-  int const most = std::min(quads, p.p == 1 ? kTileQuads : kMostStripQuads);
-  bool const whole = p.r == 1 && window.size() == 1;
+  bool const own = p.r == 1 && window.size() == 1;
+  int const most = std::min(quads, own || p.p == 1 ? kTileQuads : kMostStripQuads);
   double best = 0.0;
-  for (int width = whole ? most : 1; width <= most; ++width) {
+  for (int width = own ? most : 1; width <= most; ++width) {
     // A copy's first column must be a multiple of 16 bytes.
     if (width < quads && width * kQuad % unit != 0) continue;
     int const strips = quads / width, rest = quads % width;

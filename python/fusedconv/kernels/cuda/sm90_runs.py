@@ -163,7 +163,9 @@ class InterleavingRunsSm90(RunsSm90):
             phases=by_axis(conv.stride),
         )
 
-    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
+    def convolve(
+        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+    ) -> Any:
         problem = program.problem
         if _pads(problem):
             lines = _C.layout.LinesProblem(
@@ -185,7 +187,7 @@ class InterleavingRunsSm90(RunsSm90):
                 )
             )
             program.input = padded
-        return super().convolve(program, config, output)
+        return super().convolve(program, config, output, filter)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds of a supported problem."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +42,40 @@ def gradients_of(force, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
 
     return use
+
+
+def random_strided(kernel, generator: random.Random) -> dict[str, Any]:
+    """Sizes that the kernel serves by planes of a stride's phases."""
+    axes = generator.choice((1, 2, 2, 3))
+    sizes = {1: (150,), 2: (20, 70), 3: (4, 7, 35)}[axes]
+    strict = "weight" not in kernel.computes
+    while True:
+        stride = [generator.choice((1, 2, 2, 3)) for _ in range(axes - 1)]
+        stride.append(generator.choice((2, 2, 3, 4)))
+        dilation = [generator.choice((1, 1, 1, 2)) for _ in range(axes)]
+        # Up to three taps of a phase.
+        kernel_size = [
+            generator.randint(1, (3 * each - 1) // spread + 1)
+            for each, spread in zip(stride, dilation, strict=True)
+        ]
+        taps = [
+            each * (spread * (size - 1) // each + 1)
+            for each, spread, size in zip(stride, dilation, kernel_size, strict=True)
+        ]
+        if not strict or math.prod(taps) <= MOST_STRICT_ZEROS * math.prod(kernel_size):
+            break
+    reach = [spread * (size - 1) for size, spread in zip(kernel_size, dilation, strict=True)]
+    case = random_problem(kernel, generator)
+    return case | {
+        "spatial": [generator.randint(2, most) for most in sizes],
+        "kernel": kernel_size,
+        "stride": stride,
+        "dilation": dilation,
+        "padding": [generator.randint(0, min(2, far // 2)) for far in reach],
+        "output_padding": [
+            generator.randrange(max(pair)) for pair in zip(stride, dilation, strict=True)
+        ],
+    }
 
 
 def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
@@ -88,9 +124,13 @@ def operands(case: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype), (weight / case["channels"] ** 0.5).to(dtype), bias.to(dtype)]
 
 
-def eager(x: Tensor, weight: Tensor, bias: Tensor, padding: list[int]) -> Tensor:
+#: Of a convolution, what a case may name.
+GEOMETRY = ("stride", "padding", "output_padding", "dilation")
+
+
+def eager(x: Tensor, weight: Tensor, bias: Tensor, **geometry: list[int]) -> Tensor:
     operator = getattr(torch.nn.functional, f"conv_transpose{x.dim() - 2}d")
-    result: Tensor = operator(x, weight, bias, padding=padding)
+    result: Tensor = operator(x, weight, bias, **geometry)
     return result
 
 
@@ -110,19 +150,22 @@ def gradients(
     return torch.autograd.grad(function(*leaves, **keywords), asked, grad)
 
 
+@pytest.mark.parametrize("draw", [random_problem, random_strided])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_random_problems(kernel, gradients_of):
+def test_random_problems(kernel, draw, gradients_of):
     gradients_of(kernel)
     precision, dtype = kernel.precision, DTYPES[kernel.precision]
     generator = random.Random(kernel.name)
     torch.manual_seed(0)
     for _ in range(RANDOM_PROBLEMS):
-        case = random_problem(kernel, generator)
+        case = draw(kernel, generator)
         tensors = operands(case, dtype)
-        # No row convolves the output's gradient with a filter of two columns.
-        wanted = NAMES if case["kernel"][-1] != 2 else NAMES[1:]
-        keywords = {"padding": case["padding"], "wanted": wanted}
-        output = eager(*tensors, case["padding"])
+        # No row convolves the output's gradient with a filter of two columns and their padding.
+        cropped = draw is random_problem and (case["kernel"][-1], case["padding"][-1]) == (2, 1)
+        wanted = NAMES[1:] if cropped else NAMES
+        geometry = {name: case[name] for name in GEOMETRY if name in case}
+        keywords = {"wanted": wanted, **geometry}
+        output = eager(*tensors, **geometry)
         grad = output_gradient(case["grad"], output)
         poison()
         actual = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
@@ -176,7 +219,7 @@ def test_behind_a_normalisation(kernel, spatial, gradients_of):
         )
 
     def composed(x, weight, bias):
-        y = torch.nn.functional.gelu(eager(x, weight, bias, [0, 0]))
+        y = torch.nn.functional.gelu(eager(x, weight, bias))
         scale, shift = (parameter.to(x.dtype) for parameter in affine)
         return torch.nn.functional.group_norm(y, 4, scale, shift)
 
@@ -222,15 +265,90 @@ def test_some_of_the_gradients(kernel, gradients_of):
         assert relative_error(found, expected) <= 1e-6
 
 
+#: Taps end before the output does, so that planes do not hold all of it.
+LEFT_OUT = {"stride": [2, 2], "dilation": [1, 4], "padding": [0, 0], "output_padding": [1, 3]}
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_an_empty_batch_has_zero_gradients(kernel, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel_size", "geometry"),
+    [
+        ((2, 2), {"stride": [2, 2]}),
+        ((4, 4), {"stride": [2, 2], "padding": [1, 1]}),
+        ((4, 1), LEFT_OUT),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", ["act_norm", "norm_act"])
+def test_strided_behind_a_normalisation(kernel, kernel_size, geometry, order, gradients_of):
+    gradients_of(kernel)
+    dtype = DTYPES[kernel.precision]
+    case = {
+        "batch": 2,
+        "channels": 24,
+        "out": 40,
+        "spatial": (19, 23),
+        "kernel": kernel_size,
+        "draw": torch.randn,
+    }
+
+    def ours(x, weight, bias, **geometry):
+        return conv_transpose_act_norm(
+            x, weight, bias, activation="gelu", order=order, num_groups=4, **geometry
+        )
+
+    def composed(x, weight, bias, **geometry):
+        y = eager(x, weight, bias, **geometry)
+        gelu, group_norm = torch.nn.functional.gelu, torch.nn.functional.group_norm
+        return group_norm(gelu(y), 4) if order == "act_norm" else gelu(group_norm(y, 4))
+
+    tensors = operands(case, dtype)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    _, explanation = explained(lambda: ours(*leaves, **geometry), gradients=True)
+    parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+    assert parts["input"] == kernel.name
+    grad = torch.randn_like(composed(*tensors, **geometry))
+    poison()
+    actual = gradients(ours, tensors, grad, **geometry)
+    torchs = gradients(composed, tensors, grad, **geometry)
+    exact = gradients(composed, [tensor.double() for tensor in tensors], grad.double(), **geometry)
+    for name, a, t, e in zip(NAMES, actual, torchs, exact, strict=True):
+        # The bias's sums what the normalisation's gradient rounds.
+        limit = (3 if name == "bias" else 1.5) * relative_error(t, e)
+        if kernel.precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(a, e) <= bound(limit, kernel.precision), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_some_of_the_gradients_with_a_stride(kernel, gradients_of):
+    gradients_of(kernel)
+    case = {
+        "batch": 2,
+        "channels": 24,
+        "out": 40,
+        "spatial": (19, 45),
+        "kernel": (4, 1),
+        "draw": torch.randn,
+    }
+    tensors = operands(case, DTYPES[kernel.precision])
+    grad = torch.randn_like(eager(*tensors, **LEFT_OUT))
+    every = gradients(conv_transpose_act_norm, tensors, grad, **LEFT_OUT)
+    for name, expected in zip(NAMES, every, strict=True):
+        (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), **LEFT_OUT)
+        assert relative_error(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_an_empty_batch_has_zero_gradients(kernel, stride, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
     dtype = DTYPES[kernel.precision]
     x = torch.empty(0, 8, 9, 12, device="cuda", dtype=dtype)
     weight, bias = torch.randn(8, 4, 3, 3, device="cuda").to(dtype), torch.randn(4, device="cuda")
     tensors = [x, weight, bias.to(dtype)]
-    grad = torch.empty(0, 4, 11, 14, device="cuda", dtype=dtype)
-    found = gradients(conv_transpose_act_norm, tensors, grad)
+    grad = torch.empty_like(eager(*tensors, stride=stride))
+    found = gradients(conv_transpose_act_norm, tensors, grad, stride=stride)
     assert found[0].shape == x.shape
     assert not found[1].any()
     assert not found[2].any()

@@ -70,6 +70,7 @@ USE_COMPILED = {
     "kernels.cuda.direct",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
+    "kernels.cuda.phase_planes",
     "kernels.cuda.program",
     "kernels.cuda.sm80",
     "kernels.cuda.sm90",

@@ -294,3 +294,22 @@ def test_the_command_measures_layers(tmp_path):
         assert each["pass"] == "forward"
         assert each["error_fp64"] < 0.02
         assert each["error_fp64_after"] < 0.02
+
+
+def test_the_command_measures_gradients_of_layers(tmp_path):
+    path = tmp_path / "layers.json"
+    done = python(
+        *("-m", "fusedconv", "bench", "--suite", "layers", "--small", "--device", "cpu"),
+        *("--workload", "lama", "--precision", "fp32", "--pass", "forward_backward"),
+        *("--seconds", "0", "--least", "1", "--layout", "nchw"),
+        *("--contender", "fusedconv", "--contender", "eager", "--output", str(path)),
+    )
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())["records"]
+    assert [(r["pass"], r["contender"]) for r in records] == [
+        ("forward_backward", "fusedconv"),
+        ("forward_backward", "eager"),
+    ]
+    for each in records:
+        assert each["error_fp64"] < 1e-5
+        assert each["median_ms"] > 0

@@ -1,4 +1,7 @@
 // Steps that only move data.
+#include <pybind11/stl.h>
+
+#include <array>
 #include <memory>
 #include <string>
 
@@ -69,6 +72,39 @@ void bind_layout(py::module_& m) {
       room, "PadLines", "Lines padded to whole 16 bytes, sums by channel, or both.")
       .def(py::init<std::string, LinesProblem const&, Operand, Operand, Operand>(), py::arg("name"),
            py::kw_only(), py::arg("problem"), py::arg("input"), py::arg("output"), py::arg("sums"));
+  py::class_<PhasesProblem>(
+      room, "PhasesProblem",
+      "A tensor [batch, channels, *extents] whose lines begin at multiples of pitch, and its phase "
+      "planes of so many positions, with lines padded to whole 16 bytes, or flat, with planes that "
+      "are.")
+      .def(py::init([](int64_t batch, int64_t channels, std::array<int, 3> const& extents,
+                       int64_t pitch, std::array<int, 3> const& positions,
+                       conv::PhasePlanes const& phases, bool flat, DType dtype) {
+             return PhasesProblem{.batch = batch,
+                                  .channels = channels,
+                                  .extents = extents,
+                                  .pitch = pitch,
+                                  .positions = positions,
+                                  .phases = phases,
+                                  .flat = flat,
+                                  .dtype = dtype};
+           }),
+           py::kw_only(), py::arg("batch"), py::arg("channels"), py::arg("extents"),
+           py::arg("pitch"), py::arg("positions"), py::arg("phases"), py::arg("flat"),
+           py::arg("dtype"))
+      .def_property_readonly("sample_bytes", &PhasesProblem::sample_bytes, "Of the planes.")
+      .def_property_readonly("aligned", &PhasesProblem::aligned,
+                             "Whether lines of the planes begin at multiples of 16 bytes.")
+      .def_property_readonly("holds_all", &PhasesProblem::holds_all,
+                             "Whether each element of the tensor is in some plane.")
+      .def("sums", &PhasesProblem::sums, "What SplitPhases leaves, where planes hold all.");
+  py::class_<SplitPhases, Step, std::shared_ptr<SplitPhases>>(
+      room, "SplitPhases",
+      "Phase planes [batch, channels, phases, *positions], zero outside the tensor, and sums by "
+      "channel on the way.")
+      .def(py::init<std::string, PhasesProblem const&, Operand, Operand, Operand>(),
+           py::arg("name"), py::kw_only(), py::arg("problem"), py::arg("input"), py::arg("output"),
+           py::arg("sums"));
   py::class_<AddSums, Step, std::shared_ptr<AddSums>>(
       room, "AddSums", "Totals by channel, [channels], of their parts.")
       .def(py::init<std::string, ChannelSums const&, Operand, Operand>(), py::arg("name"),

@@ -61,6 +61,14 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(m);
+  py::class_<PackPhases, Step, std::shared_ptr<PackPhases>>(
+      m, "PackPhases",
+      "A strided weight, for the convolution of its output gradient's phase planes to the input's "
+      "gradient; source has the channel axes swapped.")
+      .def(py::init<Config const&, conv::FilterSource const&, conv::PhasePlanes const&, Operand,
+                    Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("phases"),
+           py::arg("weight"), py::arg("filter"));
   m.def("merges_in_passing", &merges_in_passing, py::arg("config"), py::arg("problem"),
         "Whether NormalizeMerging takes less time than MergeMoments and a pass behind it, on "
         "problem.batch samples.");

@@ -46,6 +46,8 @@ void bind_sm90_wgrad(py::module_& room) {
           },
           "Of a line of a strip and what its taps reach of the gradient.")
       .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
+      .def_property_readonly("groups", scheduled(&Schedule::groups),
+                             "Of 64 output channels, in a task.")
       .def_property_readonly("tasks", scheduled(&Schedule::tasks),
                              "Blocks of input and output channels, for each depth tap.")
       .def_property_readonly("splits", scheduled(&Schedule::splits), "Blocks of a task.")
@@ -57,9 +59,12 @@ void bind_sm90_wgrad(py::module_& room) {
       .def(py::init<Config const&, Operand, Operand, Operand>(), py::arg("config"), py::kw_only(),
            py::arg("input"), py::arg("grad_output"), py::arg("partials"));
   py::class_<AddPartials, Step, std::shared_ptr<AddPartials>>(
-      m, "AddPartials", "The weight gradient [C, K, T, R, S] from its parts, in a fixed order.")
-      .def(py::init<Config const&, Operand, Operand>(), py::arg("config"), py::kw_only(),
-           py::arg("partials"), py::arg("grad_weight"));
+      m, "AddPartials",
+      "The weight gradient [C, K, T, R, S] from its parts, in a fixed order; with phases "
+      "that of the weight whose planes the config's output channels are.")
+      .def(py::init<Config const&, Operand, Operand, std::optional<conv::PhasePlanes> const&>(),
+           py::arg("config"), py::kw_only(), py::arg("partials"), py::arg("grad_weight"),
+           py::arg("phases") = py::none());
 }
 
 }  // namespace fusedconv::binding

@@ -4,9 +4,12 @@
 
 #include <array>
 #include <cstddef>
+#include <optional>
+#include <utility>
 
 #include "binding/binding.hpp"
 #include "conv/math_table.hpp"
+#include "conv/phase_planes.hpp"
 #include "conv/problem.hpp"
 #include "conv/transposed.hpp"
 #include "fusedconv/activation.hpp"
@@ -163,6 +166,34 @@ void bind_convolution_problem(py::module_& m) {
                                  .stride_s = strides[4]};
            }),
            py::kw_only(), py::arg("c"), py::arg("k"), py::arg("taps"), py::arg("strides"));
+  using conv::PhasePlanes;
+  py::class_<PhasePlanes>(m, "PhasePlanes",
+                          "How a strided transposed convolution's output lies in planes of its "
+                          "stride's phases; extents by depth, height, width.")
+      .def(py::init([](Extents const& kernel, Extents const& stride, Extents const& padding,
+                       Extents const& dilation) {
+             PhasePlanes result;
+             for (int i = 0; i < conv::kMaxAxes; ++i) {
+               result.axes[i] = {.kernel = kernel[i],
+                                 .stride = stride[i],
+                                 .padding = padding[i],
+                                 .dilation = dilation[i]};
+             }
+             return result;
+           }),
+           py::kw_only(), py::arg("kernel"), py::arg("stride"), py::arg("padding"),
+           py::arg("dilation"))
+      .def_property_readonly("count", &PhasePlanes::count, "Of one channel.")
+      .def(
+          "source",
+          [](PhasePlanes const& planes, int channel,
+             Extents const& taps) -> std::optional<std::pair<int, Extents>> {
+            auto const found = planes.source(channel, taps[0], taps[1], taps[2]);
+            if (!found.exists()) return std::nullopt;
+            return std::pair{found.channel, Extents{found.t, found.r, found.s}};
+          },
+          py::arg("channel"), py::arg("taps"),
+          "The weight's channel and taps that a plane's are; None where there are no such taps.");
 }
 
 }  // namespace

@@ -65,6 +65,28 @@ void PadLines::run(RunContext const& context, void*) const {
             context.stream);
 }
 
+SplitPhases::SplitPhases(std::string name, PhasesProblem const& problem, Operand input,
+                         Operand output, Operand sums)
+    : name_(std::move(name)), problem_(problem), input_(input), output_(output), sums_(sums) {}
+
+std::string SplitPhases::describe() const {
+  int const columns = problem_.positions[2];
+  return detail::join(
+      "split ", name_, " into ", problem_.phases.count(), " phases, ",
+      problem_.flat ? detail::join("planes of ", problem_.plane_lines() * columns)
+                    : detail::join("lines of ", columns, " padded to ", problem_.line_elements()),
+      sums_.present() ? ", + sums by channel" : "");
+}
+
+std::vector<Operand> SplitPhases::operands() const { return {input_, output_, sums_}; }
+
+void SplitPhases::run(RunContext const& context, void*) const {
+  PhasesProblem problem = problem_;
+  problem.batch = context.samples;
+  split_phases(problem, context.at(input_), context.at(output_), context.at<float>(sums_),
+               context.stream);
+}
+
 AddSums::AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals)
     : name_(std::move(name)), problem_(problem), sums_(sums), totals_(totals) {}
 

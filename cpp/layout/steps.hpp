@@ -7,6 +7,7 @@
 
 #include "layout/layout.hpp"
 #include "layout/pad_lines.hpp"
+#include "layout/split_phases.hpp"
 #include "program/step.hpp"
 
 namespace fusedconv::layout {
@@ -53,6 +54,22 @@ class PadLines final : public Step {
  private:
   std::string name_;  // of what is padded, for a person
   LinesProblem problem_;
+  Operand input_, output_, sums_;
+};
+
+// problem.batch is the run's. sums may be absent; it is for AddSums, problem.sums().
+class SplitPhases final : public Step {
+ public:
+  SplitPhases(std::string name, PhasesProblem const& problem, Operand input, Operand output,
+              Operand sums);
+
+  std::string describe() const override;
+  std::vector<Operand> operands() const override;
+  void run(RunContext const& context, void* workspace) const override;
+
+ private:
+  std::string name_;  // of what is split, for a person
+  PhasesProblem problem_;
   Operand input_, output_, sums_;
 };
 

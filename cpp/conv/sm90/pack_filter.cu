@@ -22,20 +22,20 @@ struct Params {
 // One thread per element of the packed filter, in its order: [tile of output channels, k-iteration,
 // part, tap, 64 channels' block, 16-byte half, channel, element], where a k-iteration is a depth
 // tap, a number of filter rows and a number of k-blocks, and taps count k-blocks, rows and columns.
-// Taps are reversed; k-iterations beyond the last depth tap are zeros.
+// K-iterations beyond the last depth tap are zeros.
 template <class T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(Params const p, T const* __restrict__ weight, T* __restrict__ filter) {
   constexpr int kHalf = 16 / sizeof(T);
   FilterOrder const& order = p.order;
-  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  unsigned const stride = gridDim.x * blockDim.x;
   if (blockIdx.x == 0) {
     auto* const behind = reinterpret_cast<uint32_t*>(filter + p.count * kParts);
     for (int i = int(threadIdx.x); i < order.zeros; i += kThreads) behind[i] = 0;
   }
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += stride) {
-    int64_t rest = i;
-    auto const take = [&rest](int extent) {
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < unsigned(p.count); i += stride) {
+    unsigned rest = i;
+    auto const take = [&rest](unsigned extent) {
       int const result = int(rest % extent);
       rest /= extent;
       return result;
@@ -57,17 +57,24 @@ __global__ void __launch_bounds__(kThreads)
     int const d = iteration / iterations_h;
     int const within = order.interleaves_halves ? element * 2 + half : half * kHalf + element;
     int const c = (iteration_c * order.k_blocks_per_stage + k_block) * 2 * kHalf + within;
+    auto const tap = [&](int index, int taps) {
+      return order.reverses_taps ? taps - 1 - index : index;
+    };
     int const k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
+    int const depth = tap(d, order.taps_d);
+    int const height = tap(iteration_h * order.filter_rows + r, order.taps_h);
+    int const width = tap(s, order.taps_w);
     T value = T(0.0f);
-    if (c < p.source.c && k < p.source.k && d < order.taps_d) {
-      value =
-          weight[c * p.source.stride_c + k * p.source.stride_k +
-                 (order.taps_d - 1 - d) * p.source.stride_t +
-                 (order.taps_h - 1 - (iteration_h * order.filter_rows + r)) * p.source.stride_r +
-                 (order.taps_w - 1 - s) * p.source.stride_s];
+    if (k < p.source.k && d < order.taps_d) {
+      auto const from = order.planes.source(c, depth, height, width);
+      if (from.channel < p.source.c && from.exists()) {
+        value = weight[from.channel * p.source.stride_c + k * p.source.stride_k +
+                       from.t * p.source.stride_t + from.r * p.source.stride_r +
+                       from.s * p.source.stride_s];
+      }
     }
-    T* const target =
-        filter + i / p.stage_elements * p.stage_elements * kParts + i % p.stage_elements;
+    unsigned const stage = i / unsigned(p.stage_elements);
+    T* const target = filter + i + int64_t(stage) * p.stage_elements * (kParts - 1);
     if constexpr (sizeof(T) == 4) {
       if constexpr (kParts == 2) {
         float const big = device::big_tf32(value);
@@ -93,6 +100,7 @@ void pack_filter(FilterOrder const& order, FilterSource const& source, void cons
   p.stage_elements = int64_t(order.filter_rows) * order.taps_w * order.k_blocks_per_stage *
                      order.blocks_m * kBlockM * kKBlockBytes / math.element_bytes();
   p.count = p.stage_elements * order.k_iterations * order.tiles_m;
+  FUSEDCONV_CHECK(p.count < int64_t(1) << 31, "sm90 pack_filter: got ", p.count, " elements");
   int const blocks = int(std::min<int64_t>(ceil_div(p.count, kThreads), kMaxBlocks));
   device::dispatch_type(math.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -122,7 +130,8 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
                .k_blocks_per_stage = s.k_blocks_per_stage,
                .filter_rows = s.filter_rows_per_stage,
                .k_iterations = s.k_iterations,
-               .interleaves_halves = false},
+               .interleaves_halves = false,
+               .planes = PhasePlanes::whole(c.t, c.r, c.s)},
               source, weight, filter, stream);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "conv/phase_planes.hpp"
 #include "conv/problem.hpp"
 #include "conv/sm90/rows.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -22,9 +23,13 @@ struct FilterOrder {
   // Whether the two halves of a k-block alternate by channel, else the second follows the first.
   bool interleaves_halves;
   int zeros = 0;  // 32-bit words behind the packed filter that become zero
+  // Which the filter's input channels are of; of a tensor that is none, one with a tap for each of
+  // the weight's.
+  PhasePlanes planes;
+  bool reverses_taps = true;
 };
 
-// Taps reversed, channel axes swapped, rounded or split in two.
+// Taps reversed where the order says so, channel axes swapped, rounded or split in two.
 void pack_filter(FilterOrder const& order, FilterSource const& source, void const* weight,
                  void* filter, cudaStream_t stream);
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,

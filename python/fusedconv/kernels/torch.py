@@ -105,13 +105,18 @@ COSTS = CostConstants(
 )
 
 
-#: Of strided transposed convolutions, forward, by strict fp32 or not and spatial axes. Fitted to
-#: times of 30 layers on an H200, NCHW and channels last, most of them of real models.
+#: Of strided transposed convolutions, by what ``CostConstants.convolution`` is. Fitted to times of
+#: layers on an H200, most of them of real models: forward of 30, NCHW and channels last, gradients
+#: of 18, NCHW.
 STRIDED = {
-    (False, 2): OperatorCost(8.91, 2.11, 6.87),
-    (False, 3): OperatorCost(7.05, 0.0, 8.92),
-    (True, 2): OperatorCost(11.6, 3.72, 13.6),
-    (True, 3): OperatorCost(13.5, 0.0, 28.2),
+    ("forward", False, 2): OperatorCost(8.91, 2.11, 6.87),
+    ("forward", False, 3): OperatorCost(7.05, 0.0, 8.92),
+    ("forward", True, 2): OperatorCost(11.6, 3.72, 13.6),
+    ("forward", True, 3): OperatorCost(13.5, 0.0, 28.2),
+    ("input", False, 2): OperatorCost(9.19, 0.949, 3.13),
+    ("input", False, 3): OperatorCost(6.44, 5.22, 1.99),
+    ("weight", False, 2): OperatorCost(7.95, 1.94, 3.71),
+    ("weight", False, 3): OperatorCost(6.2, 5.57, 3.13),
 }
 #: Of those with a channel to a group, of its tensors in float32: in 16 bits it takes as long. From
 #: two layers on the same device.
@@ -129,8 +134,8 @@ def _convolution_milliseconds(
     cost = costs.convolution[what, strict, axes]
     if what == "forward" and conv.groups == conv.in_channels > 1:
         cost, moved = DEPTHWISE, 4 * elements
-    elif what == "forward" and max(conv.stride) > 1:
-        cost = STRIDED[strict, axes]
+    elif max(conv.stride) > 1:
+        cost = STRIDED.get((what, strict, axes), cost)
     return cost.milliseconds(device, problem.precision, problem.conv_flops, moved)
 
 

@@ -56,12 +56,14 @@ void append_row(std::vector<Row>& rows) {
                   .launch = &launch<kMath, kBefore, kAfter>});
 }
 
-// A row for each window: no padding, half of a filter's row, all of it, and one column.
+// A row for each window: of three columns with no padding, half of a filter's row and all of it, of
+// two with all of it, and of one column.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 2, 0>(rows);
   append_row<kMath, 1, 1>(rows);
   append_row<kMath, 0, 2>(rows);
+  append_row<kMath, 0, 1>(rows);
   append_row<kMath, 0, 0>(rows);
 }
 

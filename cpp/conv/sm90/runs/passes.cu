@@ -5,26 +5,41 @@
 #include "conv/sm90/runs/tile_pixels.hpp"
 
 namespace fusedconv::conv::sm90::runs {
-void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
-                 cudaStream_t stream) {
+namespace {
+
+FilterOrder order_of(Config const& config, PhasePlanes const& planes, bool reverses_taps) {
   static_assert(sm90::kBlockM == kBlockN && sm90::kKBlockBytes == kKBlockBytes,
                 "blocks of a packed filter");
   ConvProblem const& c = config.problem;
   Schedule const& s = config.schedule;
-  sm90::pack_filter({.math = config.row->math,
-                     .taps_d = c.t,
-                     .taps_h = c.r,
-                     .taps_w = c.s,
-                     .blocks_m = 1,
-                     .tiles_m = s.blocks_n,
-                     .k_blocks = s.k_blocks,
-                     .k_blocks_per_stage = 1,
-                     .filter_rows = c.r,
-                     .k_iterations = s.k_iterations,
-                     // A lane's channels of 32 bits are neighbours, one of each half.
-                     .interleaves_halves = config.traits().element_bytes() == 4,
-                     .zeros = s.blocks_n},
-                    source, weight, filter, stream);
+  return {.math = config.row->math,
+          .taps_d = c.t,
+          .taps_h = c.r,
+          .taps_w = c.s,
+          .blocks_m = 1,
+          .tiles_m = s.blocks_n,
+          .k_blocks = s.k_blocks,
+          .k_blocks_per_stage = 1,
+          .filter_rows = c.r,
+          .k_iterations = s.k_iterations,
+          // A lane's channels of 32 bits are neighbours, one of each half.
+          .interleaves_halves = config.traits().element_bytes() == 4,
+          .zeros = s.blocks_n,
+          .planes = planes,
+          .reverses_taps = reverses_taps};
+}
+
+}  // namespace
+
+void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
+                 cudaStream_t stream) {
+  auto const whole = PhasePlanes::whole(int(source.t), int(source.r), int(source.s));
+  sm90::pack_filter(order_of(config, whole, true), source, weight, filter, stream);
+}
+
+void pack_phases(Config const& config, FilterSource const& source, PhasePlanes const& planes,
+                 void const* weight, void* filter, cudaStream_t stream) {
+  sm90::pack_filter(order_of(config, planes, false), source, weight, filter, stream);
 }
 
 void merge_moments(Config const& config, GroupNormProblem const& problem,

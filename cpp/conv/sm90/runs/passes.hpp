@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "conv/phase_planes.hpp"
 #include "conv/problem.hpp"
 #include "conv/sm90/runs/rows.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -14,6 +15,11 @@ namespace fusedconv::conv::sm90::runs {
 // counters behind it become zero.
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
+
+// The same for the input's gradient of a strided transposed convolution, which is the convolution
+// of its output gradient's phase planes; source: its weight, channel axes swapped.
+void pack_phases(Config const& config, FilterSource const& source, PhasePlanes const& planes,
+                 void const* weight, void* filter, cudaStream_t stream);
 
 struct NormalizeTensors {
   void const* input = nullptr;  // the convolution's output

@@ -60,8 +60,16 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
   int const quads = int(ceil_div(p.q, kQuad));
   int const unit = 16 / traits_of(math).element_bytes();
   double const staging = traits_of(math).parts == 2 ? 0.1 / 3 : 0.1;
+  int least = 1, most = std::min(quads, kMostStripQuads);
+  if (p.r == 1 && window.size() == 1) {
+    // The filter reads a tile's own pixels alone: long copies, in strips of much the same width.
+    int const even = int(ceil_div(quads, ceil_div(quads, kTileQuads)));
+    least = most = std::min(quads, int(round_up(even, std::max(1, unit / kQuad))));
+  } else if (p.p == 1) {
+    most = std::min(quads, kTileQuads);  // a tile has no other row
+  }
   double best = 0.0;
-  for (int width = 1; width <= std::min(quads, kMostStripQuads); ++width) {
+  for (int width = least; width <= most; ++width) {
     // A copy's first column must be a multiple of 16 bytes.
     if (width < quads && width * kQuad % unit != 0) continue;
     int const strips = quads / width, rest = quads % width;

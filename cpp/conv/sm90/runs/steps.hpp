@@ -15,6 +15,40 @@
 
 namespace fusedconv::conv::sm90::runs {
 
+// As PackFilter, of a weight whose convolution's phases are the config's input channels, and whose
+// channel axes are swapped.
+class PackPhases final : public Step {
+ public:
+  PackPhases(Config const& config, FilterSource const& source, PhasePlanes const& phases,
+             Operand weight, Operand filter)
+      : config_(served(config)),
+        source_(source),
+        phases_(phases),
+        weight_(weight),
+        filter_(filter) {
+    ConvProblem const& c = config.problem;
+    auto const& [depth, height, width] = phases.axes;
+    expect<Config, int64_t>(config, "input channels of all phases", source.c * phases.count(), c.c);
+    expect<Config, int64_t>(config, "output channels of the weight", source.k, c.k);
+    expect<Config, int64_t>(config, "taps of a phase along depth", depth.taps(), c.t);
+    expect<Config, int64_t>(config, "taps of a phase along height", height.taps(), c.r);
+    expect<Config, int64_t>(config, "taps of a phase along width", width.taps(), c.s);
+  }
+
+  std::string describe() const override { return "pack filter by phases"; }
+  std::vector<Operand> operands() const override { return {weight_, filter_}; }
+  void run(RunContext const& context, void*) const override {
+    pack_phases(config_, source_, phases_, context.at(weight_), context.at(filter_),
+                context.stream);
+  }
+
+ private:
+  Config config_;
+  FilterSource source_;
+  PhasePlanes phases_;
+  Operand weight_, filter_;
+};
+
 // Statistics from partial moments and normalisation in one pass. problem.batch is the run's. mean
 // and rstd may be absent, and so may weight and bias.
 class NormalizeMerging final : public Step {

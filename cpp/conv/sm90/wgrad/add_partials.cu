@@ -13,17 +13,18 @@ namespace {
 constexpr int kThreads = 256;
 
 struct Extents {
-  int c, k, t, r, s;
+  int c, k, r;
 };
 
 // A thread for each accumulator of a task.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_partials_kernel(Params const p, Extents const e, T* __restrict__ grad_weight) {
+    add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
+                        T* __restrict__ grad_weight) {
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   float const* source = p.partials + partial_index(p, index, 0, 0, e.r) + accumulator;
-  int64_t const stride = int64_t(e.s) * e.r * (kBlock * kBlock);
+  int64_t const stride = int64_t(p.warpgroups()) * e.r * (kBlock * kBlock);
   float sum = 0.0f;
 #pragma unroll 12
   for (int i = 0; i < p.splits; ++i, source += stride) sum += __ldcs(source);
@@ -37,26 +38,31 @@ __global__ void __launch_bounds__(kThreads)
   int const lane = take(32), warp = take(4);
   int const eight = take(kBlock / 8);
   int const r = take(e.r);
-  int const s = rest;
+  int const group = p.groups > 1 ? rest : 0;
+  int const s = rest - group;
   Task const task(p, index);
-  int const k = task.block_k * kBlock + warp * 16 + lower_row * 8 + lane / 4;
+  int const k = (task.block_k * p.groups + group) * kBlock + warp * 16 + lower_row * 8 + lane / 4;
   int const c = task.block_c * kBlock + eight * 8 + lane % 4 * 2 + odd_channel;
   if (c >= e.c || k >= e.k) return;
-  int64_t const plane = (int64_t(c) * e.k + k) * e.t + task.depth_tap;
-  grad_weight[(plane * e.r + r) * e.s + s] = device::from_float<T>(sum);
+  auto const to = phases.source(k, task.depth_tap, r, s);
+  if (!to.exists()) return;
+  auto const& [depth, height, width] = phases.axes;
+  int64_t const filter = int64_t(c) * (e.k / phases.count()) + to.channel;
+  int64_t const line = (filter * depth.kernel + to.t) * height.kernel + to.r;
+  grad_weight[line * width.kernel + to.s] = device::from_float<T>(sum);
 }
 
 }  // namespace
 
-void add_partials(Config const& config, float const* partials, void* grad_weight,
-                  cudaStream_t stream) {
+void add_partials(Config const& config, PhasePlanes const& phases, float const* partials,
+                  void* grad_weight, cudaStream_t stream) {
   ConvProblem const& c = config.problem;
   Params const p = Params::of({.config = config, .partials = const_cast<float*>(partials)});
-  dim3 const grid(c.r * c.s * kBlock * kBlock / kThreads, config.schedule.tasks);
+  dim3 const grid(c.r * p.warpgroups() * kBlock * kBlock / kThreads, config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
     add_partials_kernel<T>
-        <<<grid, kThreads, 0, stream>>>(p, {c.c, c.k, c.t, c.r, c.s}, static_cast<T*>(grad_weight));
+        <<<grid, kThreads, 0, stream>>>(p, {c.c, c.k, c.r}, phases, static_cast<T*>(grad_weight));
   });
   check_launch(config, c.n, "add_partials", cudaGetLastError());
 }

@@ -3,13 +3,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include "conv/phase_planes.hpp"
 #include "conv/sm90/wgrad/rows.hpp"
 
 namespace fusedconv::conv::sm90::wgrad {
 
 // Adds each task's partial sums in a fixed order; grad_weight is [C, K, T, R, S], contiguous, of
-// the problem's dtype.
-void add_partials(Config const& config, float const* partials, void* grad_weight,
-                  cudaStream_t stream);
+// the problem's dtype. K, T, R and S are those of the weight whose phases' planes the problem's
+// output channels are.
+void add_partials(Config const& config, PhasePlanes const& phases, float const* partials,
+                  void* grad_weight, cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::wgrad

@@ -1,4 +1,5 @@
-// A warpgroup that multiplies for one of the filter's columns. A step is a line of the gradient:
+// A warpgroup that multiplies for one of the filter's columns, or for one of a task's groups of
+// output channels. A step is a line of the gradient:
 // its values are loaded at the column's shift, half a strip ahead of the products, and meet the
 // lines of the input that the filter's rows reach from it, in one instruction for all rows.
 #pragma once
@@ -40,16 +41,18 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
 // kStraddles: elements of 16 bits at an odd shift, whose pairs straddle words.
 template <class Traits, bool kStraddles>
 __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Memory const& memory,
-                                        BlockWork const& work, int column) {
+                                        BlockWork const& work, int warpgroup) {
   using Mma = typename Traits::Mma;
   using Indices = std::make_integer_sequence<int, Traits::kAccumulators>;
   constexpr int kRows = Traits::kFilterRows;
   constexpr int kRowAccumulators = kBlock / 2;
   int const lane = threadIdx.x % 32;
   int const thread = threadIdx.x % kWarpgroupThreads;
-  int const channel = thread / 32 * 16 + lane / 4;
+  int const group = p.groups > 1 ? warpgroup : 0;
+  int const column = warpgroup - group;
+  int const channel = group * kBlock + thread / 32 * 16 + lane / 4;
   int const pitch = p.pitch_bytes;
-  int const grad_bytes = kBlock * pitch;
+  int const grad_bytes = p.groups * kBlock * pitch;
   int const shift = (p.lead + column - p.pad_w) * Traits::kElementBytes / 4;  // in words
   uint32_t const own = memory.grad + channel * pitch + (shift + lane % 4) * 4;
   uint64_t const first_line = input_operand<Traits>(memory.input);
@@ -97,9 +100,10 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   load(operands[0], 0);
   constexpr int kNone = -1;
   int through = kNone;  // the stage whose last products end next
-  auto* const partials = reinterpret_cast<float4*>(
-                             p.partials + partial_index(p, work.task, work.split, column, kRows)) +
-                         thread;
+  auto* const partials =
+      reinterpret_cast<float4*>(p.partials +
+                                partial_index(p, work.task, work.split, warpgroup, kRows)) +
+      thread;
   bool first = true;
   // All products of the step before are done, and with them the oldest of its lines.
   auto const release = [&] {
@@ -120,7 +124,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
     }
   };
   // Warpgroups add up at different times.
-  int chunk = std::max(1, kFlushSteps / kTurn * (column + 1) / p.columns);
+  int chunk = std::max(1, kFlushSteps / kTurn * (warpgroup + 1) / p.warpgroups());
   while (left > 0) {
     int const count = std::min(chunk, left);
     chunk = kFlushSteps / kTurn;

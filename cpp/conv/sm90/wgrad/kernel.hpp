@@ -1,5 +1,5 @@
-// The weight gradient: a warpgroup for each of the filter's columns, and a producer, behind one
-// ring of stages.
+// The weight gradient: a warpgroup for each of the filter's columns, or of a task's groups of
+// output channels, and a producer, behind one ring of stages.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
-      device::init_barrier(&barriers.empty[i], kWarpgroupWarps * p.columns);
+      device::init_barrier(&barriers.empty[i], kWarpgroupWarps * p.warpgroups());
     }
     device::fence_barrier_init();
     device::fence_async_proxy();
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   __syncthreads();
   BlockWork const work(p);
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);
-  if (warpgroup < p.columns) {
+  if (warpgroup < p.warpgroups()) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     auto const memory = Memory::of<Traits>(p, device::shared_address(shared));
     if constexpr (Traits::kElementBytes == 2) {
-      if ((warpgroup - p.pad_w) % 2 != 0) {
+      if (p.groups == 1 && (warpgroup - p.pad_w) % 2 != 0) {
         consume<Traits, true>(p, barriers, memory, work, warpgroup);
         return;
       }

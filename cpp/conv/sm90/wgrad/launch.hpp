@@ -20,7 +20,7 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kKernel = &sum_products<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
-  int const threads = (config.problem.s + 1) * kWarpgroupThreads;
+  int const threads = (config.problem.s * s.groups + 1) * kWarpgroupThreads;
   check_launch(config, config.problem.n, "cudaFuncSetAttribute",
                device::allow_shared_bytes<kKernel>(s.shared_bytes));
   check_launch(config, config.problem.n, "launch",

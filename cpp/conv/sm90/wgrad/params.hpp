@@ -14,6 +14,7 @@ struct Params {
   int units;                // strips of all samples and slices
   int h;                    // the input's rows: of a unit
   int columns;              // of the filter
+  int groups;               // of output channels; a warpgroup for each column or group
   int pad_d, pad_h, pad_w;  // of the transposed convolution
   int dilation_d;
   int lead, pitch_bytes, stages;
@@ -22,6 +23,8 @@ struct Params {
   cutlass::FastDivmod tasks, blocks_c, blocks_k;
 
   static Params of(Arguments const& arguments);
+
+  CUTLASS_HOST_DEVICE int warpgroups() const { return columns * groups; }
 };
 
 inline Params Params::of(Arguments const& a) {
@@ -32,6 +35,7 @@ inline Params Params::of(Arguments const& a) {
   p.units = c.n * c.d * s.strips;
   p.h = c.h;
   p.columns = c.s;
+  p.groups = s.groups;
   p.pad_d = c.dilation_d * (c.t - 1) - c.lower_padding_d;
   p.pad_h = c.r - 1 - c.lower_padding_h;
   p.pad_w = c.s - 1 - c.lower_padding_w;
@@ -60,10 +64,10 @@ struct Task {
 
 // Where a task's split finds its partial sums: a warpgroup's accumulators in fours, each lane's
 // beside the next one's. To be read by AddPartials.
-__device__ __forceinline__ int64_t partial_index(Params const& p, int task, int split, int column,
-                                                 int filter_rows) {
+__device__ __forceinline__ int64_t partial_index(Params const& p, int task, int split,
+                                                 int warpgroup, int filter_rows) {
   int64_t const block = int64_t(task) * p.splits + split;
-  return (block * p.columns + column) * filter_rows * (kBlock * kBlock);
+  return (block * p.warpgroups() + warpgroup) * filter_rows * (kBlock * kBlock);
 }
 
 // A block of the grid: those of a split are neighbours, and read the same lines at the same time.

@@ -23,8 +23,9 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
   auto const offsets = Memory::of<Traits>(p, 0);
   unsigned char* const input = shared + offsets.input;
   unsigned char* const grad = shared + offsets.grad;
-  int const grad_bytes = kBlock * p.pitch_bytes;
-  int const channel_c = task.block_c * kBlock, channel_k = task.block_k * kBlock;
+  int const grad_channels = p.groups * kBlock;
+  int const grad_bytes = grad_channels * p.pitch_bytes;
+  int const channel_c = task.block_c * kBlock, channel_k = task.block_k * grad_channels;
   device::RingCursor cursor;
   cursor.parity = 1;
   auto const put = [&](int sample, int slice, int column, int row, int grad_row) {

@@ -81,6 +81,10 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   // Lanes of eight channels read at once: lines of an odd number of 16 bytes lie in other banks.
   s.pitch_bytes = columns * element;
   if (s.pitch_bytes / kLineAlignment % 2 == 0) s.pitch_bytes += kLineAlignment;
+  if (p.s == 1) {
+    int64_t const blocks = ceil_div(p.k, kBlock);
+    s.groups = int(ceil_div(blocks, ceil_div(blocks, kMaxWarpgroups)));
+  }
   // The first stages' lines of the input are there twice, so that those of a filter's rows always
   // lie side by side.
   int const twice = p.r - 1;
@@ -93,7 +97,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   s.shared_bytes =
       kHeaderBytes + twice * s.input_bytes() + s.stages * (s.input_bytes() + s.grad_bytes());
   s.blocks_c = int(ceil_div(p.c, kBlock));
-  s.blocks_k = int(ceil_div(p.k, kBlock));
+  s.blocks_k = int(ceil_div(p.k, s.groups * kBlock));
   int64_t const tasks = int64_t(s.blocks_c) * s.blocks_k * p.t;
   int64_t const units = int64_t(p.n) * p.d * s.strips;
   s.steps = units * (p.h + p.r - 1);
@@ -102,7 +106,8 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   }
   s.tasks = int(tasks);
   s.splits = int(std::min<int64_t>(splits_of(s.tasks, s.steps), units * p.h));
-  s.partial_bytes = tasks * s.splits * p.r * p.s * kBlock * kBlock * int64_t(sizeof(float));
+  s.partial_bytes =
+      tasks * s.splits * p.r * p.s * s.groups * kBlock * kBlock * int64_t(sizeof(float));
   return s;
 }
 

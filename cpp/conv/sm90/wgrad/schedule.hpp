@@ -7,8 +7,9 @@
 // gradient that its taps reach, once. In the instruction's terms M counts output channels, N input
 // channels for each of the filter's rows and K positions. A warpgroup multiplies for one of the
 // filter's columns, so that a block finds the whole plane of filter taps of kBlock input and kBlock
-// output channels: a task. The positions of a task are split among blocks, whose partial sums are
-// added in a fixed order.
+// output channels: a task. Where the filter has one column, warpgroups multiply for neighbouring
+// groups of kBlock output channels instead, as many as divide them evenly. The positions of a task
+// are split among blocks, whose partial sums are added in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,9 @@ inline constexpr int kBlock = 64;  // channels, of input or output
 inline constexpr int kHalfStripBytes = 64;
 inline constexpr int kLineAlignment = 16;  // bytes: lines begin at multiples of it
 inline constexpr int kMaxFilterRows = 3;
-inline constexpr int kMaxFilterColumns = 3;  // of which each has a warpgroup
+inline constexpr int kMaxFilterColumns = 3;
+inline constexpr int kMaxWarpgroups = 3;  // of a block: for columns, or groups of output channels
+static_assert(kMaxFilterColumns <= kMaxWarpgroups);
 inline constexpr int kMaxStages = 16;
 inline constexpr int kHeaderBytes = 1024;  // barriers
 
@@ -43,7 +46,8 @@ struct Schedule {
   int pitch_bytes = 0;
   int stages = 0;
   int shared_bytes = 0;
-  int blocks_c = 0, blocks_k = 0;  // of kBlock channels
+  int groups = 1;                  // of kBlock output channels, in a task
+  int blocks_c = 0, blocks_k = 0;  // of kBlock input channels, and of all groups' output channels
   int tasks = 0;                   // for each depth tap, those of all channels
   int splits = 0;                  // blocks of a task
   int64_t steps = 0;               // rows of strips that all blocks of a task take
@@ -52,7 +56,7 @@ struct Schedule {
   int strip_bytes() const { return halves * kHalfStripBytes; }
   // Of a stage.
   int input_bytes() const { return kBlock * strip_bytes(); }
-  int grad_bytes() const { return kBlock * pitch_bytes; }
+  int grad_bytes() const { return groups * kBlock * pitch_bytes; }
 };
 
 // problem: the convolution that the forward pass lowers to, with its batch; aligned: the tensors'

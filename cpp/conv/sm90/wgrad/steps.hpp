@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,21 +43,36 @@ class SumProducts final : public Step {
   Operand input_, grad_output_, partials_;
 };
 
-// grad_weight: [C, K, T, R, S], contiguous, of the problem's dtype.
+// grad_weight: [C, K, T, R, S], contiguous, of the problem's dtype; with phases that of the weight
+// whose planes the problem's output channels are.
 class AddPartials final : public Step {
  public:
-  AddPartials(Config const& config, Operand partials, Operand grad_weight)
-      : config_(served(config)), partials_(partials), grad_weight_(grad_weight) {}
+  AddPartials(Config const& config, Operand partials, Operand grad_weight,
+              std::optional<PhasePlanes> const& phases)
+      : config_(served(config)),
+        phases_(phases.value_or(
+            PhasePlanes::whole(config.problem.t, config.problem.r, config.problem.s))),
+        partials_(partials),
+        grad_weight_(grad_weight) {
+    ConvProblem const& c = config.problem;
+    auto const& [depth, height, width] = phases_.axes;
+    expect<Config, int64_t>(config, "output channels modulo phases", c.k % phases_.count(), 0);
+    expect<Config, int64_t>(config, "taps of a phase along depth", depth.taps(), c.t);
+    expect<Config, int64_t>(config, "taps of a phase along height", height.taps(), c.r);
+    expect<Config, int64_t>(config, "taps of a phase along width", width.taps(), c.s);
+  }
 
   std::string describe() const override { return "add the weight gradient's parts"; }
   std::vector<Operand> operands() const override { return {partials_, grad_weight_}; }
   void run(RunContext const& context, void*) const override {
     check_whole(config_, context);
-    add_partials(config_, context.at<float>(partials_), context.at(grad_weight_), context.stream);
+    add_partials(config_, phases_, context.at<float>(partials_), context.at(grad_weight_),
+                 context.stream);
   }
 
  private:
   Config config_;
+  PhasePlanes phases_;
   Operand partials_, grad_weight_;
 };
 

@@ -10,7 +10,7 @@ namespace fusedconv::conv::sm90::wgrad {
 // For boxes of a strip's line of kBlock channels, with a swizzle of as many bytes.
 CUtensorMap input_map(Arguments const& arguments);
 
-// For boxes of the columns that a strip's taps reach, of kBlock channels, at a pitch of
+// For boxes of the columns that a strip's taps reach, of a task's output channels, at a pitch of
 // schedule.pitch_bytes.
 CUtensorMap grad_map(Arguments const& arguments);
 

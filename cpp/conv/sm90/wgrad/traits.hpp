@@ -13,10 +13,10 @@ namespace gmma = cute::SM90::GMMA;
 
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
-inline constexpr int kMostThreads = (kMaxFilterColumns + 1) * kWarpgroupThreads;
+inline constexpr int kMostThreads = (kMaxWarpgroups + 1) * kWarpgroupThreads;
 inline constexpr int kConsumerRegisters = 160;
 inline constexpr int kProducerRegisters = 32;
-static_assert((kMaxFilterColumns * kConsumerRegisters + kProducerRegisters) * kWarpgroupThreads <=
+static_assert((kMaxWarpgroups * kConsumerRegisters + kProducerRegisters) * kWarpgroupThreads <=
                   65536,
               "registers of a multiprocessor");
 

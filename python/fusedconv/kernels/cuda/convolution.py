@@ -88,10 +88,14 @@ class ConvolutionRow(ForwardKernel):
         )
         return filter
 
-    def convolve(self, program: ForwardProgram, config: Any, output: Any) -> Any:
-        """Appends the steps that pack the weight and convolve into ``output``: activated, or where
-        the problem saves, before the activation; where partial moments of activated values lie."""
-        filter = self.pack_filter(program, config)
+    def convolve(
+        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+    ) -> Any:
+        """Appends the steps that pack the weight, unless a packed ``filter`` is given, and convolve
+        into ``output``: activated, or where the problem saves, before the activation; where partial
+        moments of activated values lie."""
+        if filter is None:
+            filter = self.pack_filter(program, config)
         partials = program.absent
         if program.groups:
             partials = program.scratch(config.partial_bytes_per_sample)

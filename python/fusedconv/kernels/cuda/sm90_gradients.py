@@ -1,14 +1,17 @@
-"""Gradients of a transposed convolution of stride 1 on Hopper (sm_90a), channels first.
+"""Gradients of a transposed convolution on Hopper (sm_90a), channels first.
 
 The input's gradient is a convolution of the output's gradient with the filter read backwards and
 its channel axes swapped, which the rows of ``sm90_runs`` compute. The weight's gradient is a sum
 over positions, in a fixed number of parts that are added in a fixed order: the same bits on every
 device. Both read tensors whose lines begin at multiples of 16 bytes; others are padded first, and
-the bias's gradient is summed on the way. All of them share one padded output gradient.
+the bias's gradient is summed on the way. All of them share one padded output gradient. Where there
+is a stride, it is split into planes of the stride's phases, as ``phase_planes`` has it, and all
+else is as with stride 1.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -20,10 +23,21 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, conv_problem
+from fusedconv.kernels.cuda.phase_planes import (
+    Summed,
+    compiled_phases,
+    holds_all,
+    is_strided,
+    of_planes,
+    pack_phases,
+    split,
+    split_milliseconds,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     INPUT,
     OUTPUT,
+    SHORTEST_STRICT_SUM,
     WEIGHT,
     ForwardProgram,
     NotBuiltBackward,
@@ -33,6 +47,7 @@ from fusedconv.kernels.cuda.program import (
     supports_precision,
 )
 from fusedconv.kernels.cuda.sm90 import only_phase
+from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
 from fusedconv.layout import LINE_BYTES, dense, lies_in_lines, line_pitch
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
@@ -44,6 +59,13 @@ from fusedconv.support import Support
 # gradient takes INPUT, WEIGHT and OUTPUT.
 CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 
+#: Taps of a filter for planes, most of them zeros, over the weight's: sums of fewer products are
+#: added more often than eager adds them, which strict fp32 shows.
+MOST_STRICT_ZEROS = 2.5
+
+#: For a person.
+_GRAD_NAME = "the output's gradient"
+
 
 @dataclass(frozen=True)
 class CostConstants:
@@ -51,25 +73,37 @@ class CostConstants:
 
     #: A line of a whole strip for one filter tap, on the tensor cores.
     tap: float
-    #: A byte that lands in shared memory, where products take less.
+    #: A line, and a byte of it that lands in shared memory, where products take less.
+    line: float
     staged_byte: float
     #: What a block costs beside its lines, in lines.
     block_lines: float
+    #: Times what copying both tensors takes, where all that takes less.
+    passes: float
+    #: An element of the weight and of its gradient, which are not read and written in order.
+    scattered: float
 
 
-#: Measured on an H200: both systems' convolutions, and planes of 14 to 56 squared.
-COSTS = CostConstants(tap=174.0, staged_byte=0.07, block_lines=20.0)
+#: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
+#: layers, most of them of real models.
+COSTS = CostConstants(
+    tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5, scattered=4.0
+)
+#: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
+#: than the forward pass's: from the same layers.
+PLANE_COSTS = dataclasses.replace(RUN_COSTS, crowded_byte=0.053)
 
 
 @functools.lru_cache(maxsize=1024)
 def input_convolution(forward: ForwardProblem) -> ForwardProblem | Support:
-    """The transposed convolution that takes the output's gradient to the input's, over dense NCHW;
-    its weight strides are those of the filter read backwards, from its last tap. Refuses what is
-    no such convolution."""
-    conv = forward.conv
+    """The transposed convolution that takes the output's gradient, or its planes, to the input's,
+    over dense NCHW; with stride 1 its weight strides are those of the filter read backwards, from
+    its last tap. Refuses what is no such convolution."""
+    planes = of_planes(forward)
+    if isinstance(planes, Support):
+        return planes
+    conv = planes.conv
     assert conv is not None
-    if set(conv.stride) != {1}:
-        return Support.no(f"stride is {conv.stride}, only 1 is served")
     if forward.output_layout != "nchw":
         return Support.no("reads NCHW; the input is channels last")
     padding = tuple(
@@ -98,7 +132,7 @@ def input_convolution(forward: ForwardProblem) -> ForwardProblem | Support:
         aligned=True,
         batch=forward.batch,
         channels=conv.out_channels,
-        spatial=forward.output_spatial,
+        spatial=planes.output_spatial,
         conv=backwards,
     )
 
@@ -120,9 +154,11 @@ def _lines(
 @functools.lru_cache(maxsize=4096)
 def _weight_config(row: int, forward: ForwardProblem, device: Device) -> Any:
     room = _C.sm90.wgrad
+    planes = of_planes(forward)
+    assert isinstance(planes, ForwardProblem)
     return room.Config(
         room.rows()[row],
-        problem=conv_problem(only_phase(forward), forward.channels, forward.output_channels),
+        problem=conv_problem(only_phase(planes), planes.channels, planes.output_channels),
         batch=forward.batch,
         layout=_C.Layout[forward.output_layout],
         device=device.compiled,
@@ -174,9 +210,22 @@ class GradientsSm90(BackwardKernel):
         ):
             if not support:
                 return support
-        assert convolution.conv is not None
-        if convolution.conv.groups != 1:
-            return Support.no(f"groups is {convolution.conv.groups}, only 1 is served")
+        conv = problem.forward.conv
+        assert conv is not None and convolution.conv is not None
+        if conv.groups != 1:
+            return Support.no(f"groups is {conv.groups}, only 1 is served")
+        products = conv.out_channels * math.prod(conv.kernel_size)
+        if self.precision == "fp32" and products < SHORTEST_STRICT_SUM:
+            return Support.no(
+                f"a gradient sums {products} products, 3xTF32 is as exact as fp32 from "
+                f"{SHORTEST_STRICT_SUM} on"
+            )
+        padded = convolution.channels * math.prod(convolution.conv.kernel_size)
+        if self.precision == "fp32" and padded > MOST_STRICT_ZEROS * products:
+            return Support.no(
+                f"planes' filters have {padded} taps for {products}; sums are as exact as eager's "
+                f"up to {MOST_STRICT_ZEROS} times as many in strict fp32"
+            )
         if "input" in problem.gradients:
             row = self.input_row(problem, device)
             if isinstance(row, Support):
@@ -192,10 +241,20 @@ class GradientsSm90(BackwardKernel):
         """Milliseconds of a supported problem, were the constants these."""
         forward, gradients = problem.forward, problem.gradients
         size = forward.dtype.itemsize
+        assert forward.conv is not None
+        conv = forward.conv
+        elements = conv.in_channels * conv.out_channels * math.prod(conv.kernel_size)
+        cycles = elements * costs.scattered / max(1, device.multiprocessors)
+        scattered = cycles * 1e3 / device.clock_hertz
         total = device.launch_milliseconds  # of one plan, however many parts it computes
+        planes = of_planes(forward)
+        assert isinstance(planes, ForwardProblem) and planes.conv is not None
+        splits = splits_grad(problem)
         # The gradient of a normalisation comes with padded lines.
         pads = pads_grad(problem) and forward.norm is None
-        if pads or "bias" in gradients:
+        if splits:
+            total += split_milliseconds(forward, device) + device.launch_milliseconds
+        if pads or ("bias" in gradients and not (splits and holds_all(forward))):
             passes = 1 + pads
             total += device.copy_milliseconds(passes * forward.output_elements * size)
             total += 2 * device.launch_milliseconds
@@ -206,20 +265,24 @@ class GradientsSm90(BackwardKernel):
             row = self.input_row(problem, device)
             convolution = input_convolution(forward)
             assert isinstance(row, RunsSm90) and isinstance(convolution, ForwardProblem)
-            total += row.cost(convolution, device)
+            run_costs = PLANE_COSTS if splits else RUN_COSTS
+            total += row.estimate(convolution, device, run_costs)
         if "weight" in gradients:
             config = self.weight_config(problem, device)
-            assert forward.conv is not None
-            taps = math.prod(forward.conv.kernel_size[-2:])
-            tap = costs.tap * config.halves / 2
-            line = max(taps * tap, config.stage_bytes * costs.staged_byte)
+            taps = math.prod(planes.conv.kernel_size[-2:])
+            tap = costs.tap * config.groups * config.halves / 2
+            line = max(taps * tap, costs.line + config.stage_bytes * costs.staged_byte)
             blocks = config.tasks * config.splits
             waves = math.ceil(blocks / max(1, device.multiprocessors))
             lines = waves * (math.ceil(config.steps / config.splits) + costs.block_lines)
-            total += lines * line * 1e3 / device.clock_hertz
+            read = (forward.input_elements + planes.output_elements) * size
+            total += max(
+                lines * line * 1e3 / device.clock_hertz,
+                costs.passes * device.copy_milliseconds(read),
+            )
             total += device.copy_milliseconds(2 * config.partial_bytes)
             total += 3 * device.launch_milliseconds
-        return total
+        return total + scattered * len(gradients & {"input", "weight"})
 
     def compile(self, problem: BackwardProblem, device: Device) -> GradientsSm90Plan:
         return GradientsSm90Plan(self, problem, device)
@@ -231,45 +294,35 @@ class GradientsSm90(BackwardKernel):
         convolution = input_convolution(forward)
         assert isinstance(convolution, ForwardProblem)
         program = ForwardProgram(convolution, device)
-        compiled, absent = program.compiled, program.absent
+        compiled = program.compiled
+        sample = forward.output_elements // forward.batch * forward.dtype.itemsize
+        grad = compiled.tensor(INPUT, sample)
         columns = forward.output_spatial[-1]
-        grad_lines = _lines(
-            forward.batch,
-            forward.output_channels,
-            forward.output_spatial,
-            forward.dtype,
-            line_pitch(columns, forward.dtype) if in_lines else columns,
-        )
-        pads = pads_grad(problem) and not in_lines
-        grad = program.input
-        if pads:
-            program.input = program.scratch(grad_lines.sample_bytes)
-        sums = absent
-        if "bias" in gradients:
-            sums = program.scratch(0, grad_lines.sums().bytes)
-        if pads or sums.present:
-            compiled.per_chunk(
-                _C.layout.PadLines(
-                    "the output's gradient",
-                    problem=grad_lines,
-                    input=grad,
-                    output=program.input if pads else absent,
-                    sums=sums,
-                )
-            )
-        if sums.present:
+        pitch = line_pitch(columns, forward.dtype) if in_lines else columns
+        pads, sums = pads_grad(problem) and not in_lines, "bias" in gradients
+        summed = None
+        if splits_grad(problem):
+            summed = split(program, _GRAD_NAME, forward, grad, pitch, sums=sums)
+        if pads or (sums and summed is None):
+            summed = _pad(program, forward, grad, pitch, pads=pads, sums=sums)
+        if summed is not None:
+            sums_problem, parts = summed
             compiled.per_chunk(
                 _C.layout.AddSums(
                     "gradient of bias",
-                    problem=grad_lines.sums(),
-                    sums=sums,
+                    problem=sums_problem,
+                    sums=parts,
                     totals=compiled.tensor(GRAD_BIAS, 0),
                 )
             )
         if "input" in gradients:
             row = self.input_row(problem, device)
             assert isinstance(row, RunsSm90)
-            row.convolve(program, row.config(convolution, device), program.output)
+            config = row.config(convolution, device)
+            filter = None
+            if forward.conv is not None and is_strided(forward):
+                filter = pack_phases(program, row.room, config, forward.conv)
+            row.convolve(program, config, program.output, filter)
         if "weight" in gradients:
             self._add_weight_steps(program, problem, device)
         return compiled
@@ -278,18 +331,13 @@ class GradientsSm90(BackwardKernel):
         self, program: ForwardProgram, problem: BackwardProblem, device: Device
     ) -> None:
         """Appends what computes the weight's gradient from the program's input, the output's
-        gradient with padded lines."""
+        gradient or its planes with padded lines."""
         forward, compiled = problem.forward, program.compiled
-        sample = forward.channels * math.prod(forward.spatial) * forward.dtype.itemsize
+        spatial = _read_spatial(forward)
+        sample = forward.channels * math.prod(spatial) * forward.dtype.itemsize
         given = compiled.tensor(CONV_INPUT, sample)
         if pads_input(problem):
-            lines = _lines(
-                forward.batch,
-                forward.channels,
-                forward.spatial,
-                forward.dtype,
-                forward.spatial[-1],
-            )
+            lines = _lines(forward.batch, forward.channels, spatial, forward.dtype, spatial[-1])
             padded = program.scratch(lines.sample_bytes)
             compiled.per_chunk(
                 _C.layout.PadLines(
@@ -303,9 +351,45 @@ class GradientsSm90(BackwardKernel):
         compiled.per_chunk(
             room.SumProducts(config, input=given, grad_output=program.input, partials=partials)
         )
+        assert forward.conv is not None
         compiled.per_chunk(
-            room.AddPartials(config, partials=partials, grad_weight=compiled.tensor(GRAD_WEIGHT, 0))
+            room.AddPartials(
+                config,
+                partials=partials,
+                grad_weight=compiled.tensor(GRAD_WEIGHT, 0),
+                phases=compiled_phases(forward.conv) if is_strided(forward) else None,
+            )
         )
+
+
+def _pad(
+    program: ForwardProgram,
+    forward: ForwardProblem,
+    grad: Any,
+    pitch: int,
+    *,
+    pads: bool,
+    sums: bool,
+) -> Summed | None:
+    """Appends what pads the lines of the output's gradient to the program's input, sums them by
+    channel, or both."""
+    lines = _lines(
+        forward.batch, forward.output_channels, forward.output_spatial, forward.dtype, pitch
+    )
+    if pads:
+        program.input = program.scratch(lines.sample_bytes)
+    summed = lines.sums()
+    parts = program.scratch(0, summed.bytes) if sums else program.absent
+    program.compiled.per_chunk(
+        _C.layout.PadLines(
+            _GRAD_NAME,
+            problem=lines,
+            input=grad,
+            output=program.input if pads else program.absent,
+            sums=parts,
+        )
+    )
+    return (summed, parts) if sums else None
 
 
 def _begin_apart(problem: BackwardProblem, columns: int) -> bool:
@@ -313,16 +397,32 @@ def _begin_apart(problem: BackwardProblem, columns: int) -> bool:
     return not problem.aligned or line_pitch(columns, problem.forward.dtype) != columns
 
 
+def splits_grad(problem: BackwardProblem) -> bool:
+    """Whether the output's gradient is split into planes first."""
+    return is_strided(problem.forward) and bool(problem.gradients & {"input", "weight"})
+
+
 def pads_grad(problem: BackwardProblem) -> bool:
-    """Whether the lines of the output's gradient are padded first, where it is dense."""
-    return bool(problem.gradients & {"input", "weight"}) and _begin_apart(
-        problem, problem.forward.output_spatial[-1]
+    """Whether the lines of the output's gradient are padded first, where it is dense and whole."""
+    return (
+        bool(problem.gradients & {"input", "weight"})
+        and not is_strided(problem.forward)
+        and _begin_apart(problem, problem.forward.output_spatial[-1])
     )
 
 
 def pads_input(problem: BackwardProblem) -> bool:
     """Whether the lines of the input are padded first."""
-    return "weight" in problem.gradients and _begin_apart(problem, problem.forward.spatial[-1])
+    return "weight" in problem.gradients and _begin_apart(
+        problem, _read_spatial(problem.forward)[-1]
+    )
+
+
+def _read_spatial(forward: ForwardProblem) -> tuple[int, ...]:
+    """The input's extents as the weight's gradient reads it."""
+    planes = of_planes(forward)
+    assert isinstance(planes, ForwardProblem)
+    return planes.spatial
 
 
 class GradientsSm90Plan(BackwardPlan):
@@ -339,11 +439,13 @@ class GradientsSm90Plan(BackwardPlan):
         self._programs: dict[bool, _C.Program] = {}
         self.pads_lines = pads_grad(problem)
         self._describe(in_lines=False)
-        # Where reading the filter backwards begins, in elements.
-        self._last_tap = sum(
-            (extent - 1) * stride
-            for extent, stride in zip(conv.kernel_size, conv.weight_strides[2:], strict=True)
-        )
+        # Where the filter is read from, in elements: with stride 1 backwards.
+        self._first_read = 0
+        if not is_strided(problem.forward):
+            self._first_read = sum(
+                (extent - 1) * stride
+                for extent, stride in zip(conv.kernel_size, conv.weight_strides[2:], strict=True)
+            )
 
     def _program(self, in_lines: bool) -> _C.Program:
         if in_lines not in self._programs:
@@ -372,9 +474,9 @@ class GradientsSm90Plan(BackwardPlan):
             grad = dense(grad, "nchw")
         weight = tensors.weight
         assert weight is not None
-        grad_input = grad_weight = grad_bias = x = last_tap = None
+        grad_input = grad_weight = grad_bias = x = filter = None
         if "input" in wanted:
-            last_tap = weight.as_strided((), (), weight.storage_offset() + self._last_tap)
+            filter = weight.as_strided((), (), weight.storage_offset() + self._first_read)
             grad_input = grad.new_empty(forward.input_shape)
         if "weight" in wanted:
             x = dense(tensors.input, "nchw")
@@ -384,7 +486,7 @@ class GradientsSm90Plan(BackwardPlan):
         if "bias" in wanted:
             grad_bias = grad.new_empty(forward.output_channels)
         slots: list[Tensor | None] = [None] * (GRAD_BIAS + 1)
-        slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, last_tap, grad_input
+        slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, filter, grad_input
         slots[CONV_INPUT], slots[GRAD_WEIGHT], slots[GRAD_BIAS] = x, grad_weight, grad_bias
         run_program(self._program(lies_in_lines(grad)), self._device, slots, grad)
         return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)

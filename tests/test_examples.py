@@ -1,0 +1,34 @@
+"""The example that trains runs as its users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_decoder.py"
+
+
+@pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp"])
+def test_a_decoder_trains_as_eagers_does(wrap, tmp_path):
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        pytest.skip("this torch has no torch.distributed with gloo")
+    output = tmp_path / "losses.json"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if wrap != "none" else []
+    subprocess.run(
+        [sys.executable, *launcher, SCRIPT, "--wrap", wrap, "--steps", "3", "--batch", "4"]
+        + ["--output", output],
+        check=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    found = json.loads(output.read_text())
+    assert len(found["losses"]["fusedconv"]) == 3
+    assert found["losses"]["fusedconv"] == pytest.approx(found["losses"]["eager"], rel=1e-4)
+    if wrap != "none":
+        assert found["largest difference of a gradient from one process's"] < 1e-4

@@ -20,9 +20,9 @@ def test_a_decoder_trains_as_eagers_does(wrap, tmp_path):
         pytest.skip("this torch has no torch.distributed with gloo")
     output = tmp_path / "losses.json"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if wrap != "none" else []
+    options = ["--steps", "3", "--batch", "4", "--output", output]
     subprocess.run(
-        [sys.executable, *launcher, SCRIPT, "--wrap", wrap, "--steps", "3", "--batch", "4"]
-        + ["--output", output],
+        [sys.executable, *launcher, SCRIPT, "--wrap", wrap, *options],
         check=True,
         timeout=300,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},

@@ -66,6 +66,7 @@ USE_COMPILED = {
     "kernels.compiled",
     "kernels.cpu.group_norm",
     "selection",
+    "kernels.cuda.batch_norm",
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
     "kernels.cuda.gradients",

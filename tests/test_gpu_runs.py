@@ -13,11 +13,14 @@ from reference import ACTIVATIONS
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda.sm90_runs import InterleavingRunsSm90
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [k for k in registry().kernels() if k.name.startswith("sm90_runs_")]
+ALL_ROWS = [k for k in registry().kernels() if k.name.startswith("sm90_runs_")]
+INTERLEAVING = [k for k in ALL_ROWS if isinstance(k, InterleavingRunsSm90)]
+ROWS = [k for k in ALL_ROWS if k not in INTERLEAVING]
 #: Of each row; together more than 2**8.
 RANDOM_PROBLEMS = 29
 #: Of an output in strict fp32.
@@ -138,3 +141,64 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
             with torch.cuda.stream(side):
                 torch.mm(square, square)
         assert torch.equal(run(), first), repetition
+
+
+def random_interleaving_problem(kernel, generator: random.Random) -> dict:
+    """A filter as large as its stride, over lines of whole 16 bytes or of any."""
+    axes = generator.choice((1, 2, 2, 3))
+    unit = 16 // DTYPES[kernel.precision].itemsize
+    taps = [generator.choice((1, 2, 2, 3)) for _ in range(axes - 1)]
+    taps.append(generator.choice((1, 2, 2, 2, 3, 4, 6)))
+    if set(taps) == {1}:
+        taps[-1] = 2
+    spatial = [generator.randint(1, {2: 30, 3: 7}[axes]) for _ in range(axes - 1)]
+    whole = unit * generator.randint(1, generator.choice((3, 12)))
+    spatial.append(generator.choice((whole, generator.randint(1, 45))))
+    out = generator.choice((1, 3, 8, 20, 33, 64))
+    return {
+        "batch": generator.randint(1, 3),
+        "channels": generator.choice((1, 3, 8, 20, 64, 100)),
+        "out": out,
+        "groups": None,
+        "spatial": spatial,
+        "kernel": taps,
+        "stride": taps,
+        "padding": [0] * axes,
+        "dilation": [1] * axes,
+        "bias": generator.random() < 0.7,
+        "activation": generator.choice(list(ACTIVATIONS)),
+        "draw": generator.choice((torch.randn, torch.rand)),
+        "saves": generator.random() < 0.3,
+    }
+
+
+@pytest.mark.parametrize("kernel", INTERLEAVING, ids=lambda kernel: kernel.name)
+def test_random_problems_of_interleaving_rows(kernel, force, monkeypatch):
+    precision = kernel.precision
+    force(kernel.name)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    generator = random.Random(kernel.name)
+    served = 0
+    while served < 2 * RANDOM_PROBLEMS:
+        case = random_interleaving_problem(kernel, generator)
+        values = case["batch"] * case["out"] * math.prod(case["spatial"])
+        if precision == "fp32" and values < FEWEST_STRICT_VALUES:
+            continue
+        # Sums of few products in strict fp32 are refused; other problems follow.
+        served += fused_against_fp64(case, DTYPES[precision], precision)
+
+
+@pytest.mark.parametrize("kernel", INTERLEAVING, ids=lambda kernel: kernel.name)
+def test_interleaving_rows_have_the_same_bits_alone_and_each_time(kernel, force):
+    force(kernel.name)
+    dtype = DTYPES[kernel.precision]
+    x = torch.rand(9, 40, 30, 32, device="cuda").to(dtype)
+    weight = (torch.randn(40, 36, 2, 2, device="cuda") * 0.1).to(dtype)
+    arguments = dict(stride=2, activation="gelu")
+    if dtype is torch.float32:
+        arguments["precision"] = kernel.precision
+    first = conv_transpose_act_norm(x, weight, None, **arguments)
+    for _ in range(100):
+        assert torch.equal(conv_transpose_act_norm(x, weight, None, **arguments), first)
+    alone = conv_transpose_act_norm(x[4:5], weight, None, **arguments)
+    assert torch.equal(alone, first[4:5])

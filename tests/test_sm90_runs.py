@@ -34,7 +34,9 @@ def rows() -> list:
 
 
 def row_of(math_name: str, window: tuple[int, int]):
-    (row,) = (r for r in rows() if (r.math.name, r.window) == (math_name, window))
+    (row,) = (
+        r for r in rows() if (r.math.name, r.window) == (math_name, window) and not r.interleaves
+    )
     return row
 
 
@@ -85,9 +87,28 @@ def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
 
 def test_rows_are_named_by_math_and_window():
     names = [row.name for row in rows()]
-    assert len(set(names)) == len(names) == 20
+    assert len(set(names)) == len(names) == 24
     for row in rows():
-        assert row.name == "sm90_runs_{}_{}_{}".format(row.math.name, *row.window)
+        window = "interleaved" if row.interleaves else "{}_{}".format(*row.window)
+        assert row.name == f"sm90_runs_{row.math.name}_{window}"
+
+
+def test_phases_are_those_of_interleaving_rows():
+    for row in rows():
+        arguments = dict(
+            problem=_C.ConvProblem(c=16, k=32, input=(1, 8, 16), output=(1, 8, 16), taps=(1, 1, 1)),
+            layout=_C.Layout.nchw,
+            aligned=True,
+            device=H200.compiled,
+        )
+        if row.interleaves:
+            made = _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
+            assert made.support
+            with pytest.raises(ValueError, match="phases: got 1x3x3 of 32 output channels"):
+                _C.sm90.runs.Config(row, phases=(1, 3, 3), **arguments)
+        else:
+            with pytest.raises(ValueError, match="phases: got 1x2x2, expected 1x1x1"):
+                _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
@@ -296,3 +317,63 @@ def test_one_pass_merges_and_normalises_channels_first_only():
 def test_the_cheapest_row_of_wide_planes_is_one_of_these(precision):
     ((_, candidate),) = choose(system_1(precision), H200).chosen
     assert candidate.kernel.name.startswith("sm90_runs_")
+
+
+def upsampling(**changes):
+    """A layer of U-Nets: its filter is as large as its stride."""
+    settings = dict(
+        dtype=torch.bfloat16,
+        output_dtype=torch.bfloat16,
+        precision="bf16",
+        batch=8,
+        channels=64,
+        spatial=(32, 48),
+        conv=geometry_of(torch.empty(64, 24, 2, 2), stride=2),
+        norm=None,
+    )
+    return problem(**{**settings, **changes})
+
+
+INTERLEAVED = "sm90_runs_bf16_interleaved"
+
+
+def test_a_filter_as_large_as_its_stride_is_a_matrix_product():
+    kernel = next(k for k in registry().kernels() if k.name == INTERLEAVED)
+    asked = upsampling()
+    assert kernel.supports(asked, H200)
+    config = kernel.config(asked, H200)
+    assert config.blocks_n == math.ceil(24 * 4 / 64)
+    assert config.k_iterations == 64 // 16
+    pack, convolve = kernel.compile(asked, H200).steps
+    assert pack == "pack filter"
+    assert convolve.startswith(INTERLEAVED)
+
+
+@pytest.mark.parametrize("changes", [{"spatial": (32, 45)}, {"aligned": False}], ids=str)
+def test_lines_that_tensor_copies_cannot_read_are_padded(changes):
+    kernel = next(k for k in registry().kernels() if k.name == INTERLEAVED)
+    asked = upsampling(**changes)
+    assert kernel.supports(asked, H200)
+    assert any("the input" in step for step in kernel.compile(asked, H200).steps)
+    assert not any("the input" in step for step in kernel.compile(upsampling(), H200).steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"conv": dict(stride=1)}, "the filter is (2, 2), the stride (1, 1)"),
+        ({"conv": dict(stride=2, padding=1)}, "padding (1, 1)"),
+        ({"conv": dict(stride=2, output_padding=1)}, "output padding (1, 1)"),
+        ({"norm": group_norm_stage(8)}, "leaves no moments"),
+        ({"layout": "nhwc"}, "reads NCHW"),
+    ],
+    ids=str,
+)
+def test_interleaving_rows_refuse_the_rest(changes, reason):
+    kernel = next(k for k in registry().kernels() if k.name == INTERLEAVED)
+    changes = dict(changes)
+    if "conv" in changes:
+        changes["conv"] = geometry_of(torch.empty(64, 24, 2, 2), **changes["conv"])
+    support = kernel.supports(upsampling(**changes), H200)
+    assert not support
+    assert reason in support.reason

@@ -1,6 +1,7 @@
 // The convolutions of compute capability 9.0 whose positions come from registers.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 
 #include "binding/binding.hpp"
@@ -20,7 +21,9 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly(
           "window",
           [](Row const& row) { return py::make_tuple(row.window.before, row.window.after); },
-          "Columns of the input before and after an output's that the filter reaches.");
+          "Columns of the input before and after an output's that the filter reaches.")
+      .def_readonly("interleaves", &Row::interleaves,
+                    "Sub-pixel phases, which are output channels of its problems.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Tiling>(m, "Tiling", "Tiles of one shape.")
       .def_readonly("strips", &Tiling::strips)
@@ -35,8 +38,14 @@ void bind_sm90_runs(py::module_& room) {
     return [field](Config const& config) { return config.schedule.*field; };
   };
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, bool, Device const&>(),
-           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("layout"), py::arg("aligned"),
+      .def(py::init([](Row const& row, conv::ConvProblem const& problem,
+                       std::array<int, 3> const& phases, Layout layout, bool aligned,
+                       bool padded_lines, Device const& device) {
+             return Config(row, problem, {phases[0], phases[1], phases[2]}, layout, aligned,
+                           padded_lines, device);
+           }),
+           py::arg("row"), py::kw_only(), py::arg("problem"),
+           py::arg("phases") = std::array<int, 3>{1, 1, 1}, py::arg("layout"), py::arg("aligned"),
            py::arg("padded_lines") = false, py::arg("device"))
       .def_property_readonly(
           "row", [](Config const& config) -> Row const& { return *config.row; },

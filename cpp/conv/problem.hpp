@@ -20,6 +20,15 @@ struct ConvProblem {
   int dilation_d = 1, dilation_h = 1, dilation_w = 1;
 };
 
+// Sub-pixel phases of a transposed convolution whose filter is as large as its stride: a matrix
+// product, whose output channel k is channel k / all() of the tensor and one of that one's phases,
+// by depth, height and width.
+struct Phases {
+  int d = 1, h = 1, w = 1;
+
+  constexpr int all() const { return d * h * w; }
+};
+
 // A transposed convolution's weight [C, K, T, R, S] of any strides, in elements.
 struct FilterSource {
   int64_t c = 0, k = 0, t = 1, r = 1, s = 1;

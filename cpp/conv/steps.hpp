@@ -26,6 +26,16 @@ inline FilterSource weight_of(ConvProblem const& p) {
 }
 inline int64_t output_channels_of(ConvProblem const& p) { return p.k; }
 
+// The same of a config, which may mean more by its problem's channels and taps.
+template <class Config>
+auto weight_of(Config const& config) -> decltype(weight_of(config.problem)) {
+  return weight_of(config.problem);
+}
+template <class Config>
+auto output_channels_of(Config const& config) -> decltype(output_channels_of(config.problem)) {
+  return output_channels_of(config.problem);
+}
+
 // What a config's convolution leaves of moments.
 template <class Config>
 struct PartialOf {
@@ -54,7 +64,7 @@ void expect(Config const& config, char const* what, T const& got, T const& expec
 
 template <class Config>
 FilterSource const& matching(Config const& config, FilterSource const& source) {
-  FilterSource const c = weight_of(config.problem);
+  FilterSource const c = weight_of(config);
   expect<Config, int64_t>(config, "input channels of the weight", source.c, c.c);
   expect<Config, int64_t>(config, "output channels of the weight", source.k, c.k);
   expect<Config, int64_t>(config, "taps along depth", source.t, c.t);
@@ -65,7 +75,7 @@ FilterSource const& matching(Config const& config, FilterSource const& source) {
 
 template <class Config>
 GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
-  expect<Config, int64_t>(config, "channels", problem.channels, output_channels_of(config.problem));
+  expect<Config, int64_t>(config, "channels", problem.channels, output_channels_of(config));
   expect<Config, std::string>(config, "dtype", name_of(problem.dtype),
                               name_of(config.traits().dtype));
   return problem;

@@ -60,10 +60,18 @@ __global__ void __launch_bounds__(kThreads)
     auto const tap = [&](int index, int taps) {
       return order.reverses_taps ? taps - 1 - index : index;
     };
-    int const k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
-    int const depth = tap(d, order.taps_d);
-    int const height = tap(iteration_h * order.filter_rows + r, order.taps_h);
-    int const width = tap(s, order.taps_w);
+    int k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
+    int depth = tap(d, order.taps_d);
+    int height = tap(iteration_h * order.filter_rows + r, order.taps_h);
+    int width = tap(s, order.taps_w);
+    if (order.phases.all() > 1) {
+      int phase = k % order.phases.all();
+      k /= order.phases.all();
+      width += phase % order.phases.w;
+      phase /= order.phases.w;
+      height += phase % order.phases.h;
+      depth += phase / order.phases.h;
+    }
     T value = T(0.0f);
     if (k < p.source.k && d < order.taps_d) {
       auto const from = order.planes.source(c, depth, height, width);

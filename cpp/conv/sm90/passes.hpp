@@ -22,7 +22,8 @@ struct FilterOrder {
   int k_blocks_per_stage, filter_rows, k_iterations;
   // Whether the two halves of a k-block alternate by channel, else the second follows the first.
   bool interleaves_halves;
-  int zeros = 0;  // 32-bit words behind the packed filter that become zero
+  int zeros = 0;    // 32-bit words behind the packed filter that become zero
+  Phases phases{};  // which taps there are of
   // Which the filter's input channels are of; of a tensor that is none, one with a tap for each of
   // the weight's.
   PhasePlanes planes;

@@ -233,9 +233,14 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
       release(ended);
     }
     if (own_index != index) continue;
-    OwnQuad const quad_pixels(p, tile, quad, row, column);
-    finish_tile<Traits>(p, sums, tile, index, channel0, quad_pixels, header.bias, moments,
-                        1 + consumer);
+    if constexpr (Traits::kInterleaves) {
+      interleave_tile<Traits>(p, sums, channel0, OwnPhases(p, tile, quad, row, column),
+                              header.bias);
+    } else {
+      OwnQuad const quad_pixels(p, tile, quad, row, column);
+      finish_tile<Traits>(p, sums, tile, index, channel0, quad_pixels, header.bias, moments,
+                          1 + consumer);
+    }
   }
 }
 

@@ -184,6 +184,117 @@ __device__ __forceinline__ void finish_values(Params const& p,
   }
 }
 
+// Where the phases of a lane's quad go. Its pixels are neighbours of a row; of each the phases
+// along width are neighbours in the output.
+struct OwnPhases {
+  int64_t first;      // of the tensor's elements: the quad's first pixel in channel 0, all phases 0
+  int64_t plane;      // elements of a channel
+  int height, width;  // of the output
+  int count;          // of pixels in the quad
+  bool whole;         // the warp's quads, and lines begin where a store of eight elements may
+
+  __device__ __forceinline__ OwnPhases(Params const& p, Tile const& tile, int own, int row,
+                                       int column) {
+    Raster const& raster = p.raster;
+    int const position = tile.column0 + column * kQuad;
+    bool const inside = own < raster.shapes[tile.shape].tile_quads && row < raster.p;
+    count = inside ? max(0, min(kQuad, raster.q - position)) : 0;
+    height = raster.p * p.phases_h.divisor;
+    width = raster.q * p.phases_w.divisor;
+    int const depth_phases = p.phases.divisor / (p.phases_h.divisor * p.phases_w.divisor);
+    plane = int64_t(p.pixels) * p.phases.divisor;
+    int64_t const line = int64_t(tile.slice) * depth_phases * height + row * p.phases_h.divisor;
+    first = tile.sample * int64_t(p.tensor_channels) * plane + line * width +
+            position * p.phases_w.divisor;
+    whole = __all_sync(~0u, count == kQuad) && p.phases_w.divisor == 2 && width % 8 == 0;
+  }
+
+  // Of an output channel of the problem, from the first.
+  __device__ __forceinline__ int64_t of(Params const& p, int channel) const {
+    int tensor_channel, phase, phase_w, phase_h, phase_d;
+    p.phases(tensor_channel, phase, channel);
+    p.phases_w(phase, phase_w, phase);
+    p.phases_h(phase_d, phase_h, phase);
+    return tensor_channel * plane + (int64_t(phase_d) * height + phase_h) * width + phase_w;
+  }
+};
+
+// As finish_values() of what has phases, and no moments. kWhole: OwnPhases::whole; else kPairs
+// tells that phases along width are of an even number, so that a lane's two channels are
+// neighbours.
+template <class Traits, bool kWhole, bool kPairs, bool kActivated>
+__device__ __forceinline__ void interleave_values(
+    Params const& p, float const (&accumulators)[kRowTiles][kAccumulators], int channel0,
+    OwnPhases const& own, float const* bias) {
+  using T = typename Traits::Element;
+  using Form = typename Traits::Form;
+  int const pair = threadIdx.x % 4 * 2;
+  auto* const first = static_cast<T*>(p.output) + own.first;
+#pragma unroll
+  for (int j = 0; j < kChannelPairs; ++j) {
+    int const channel = channel0 + 8 * j + pair;
+    float values[2 * kQuad];  // of neighbouring pixels, two channels each
+    float2 const added = *reinterpret_cast<float2 const*>(bias + 8 * j + pair);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      values[2 * i] = accumulators[i % 2][4 * j + i / 2 * 2] + added.x;
+      values[2 * i + 1] = accumulators[i % 2][4 * j + i / 2 * 2 + 1] + added.y;
+    }
+    if constexpr (kActivated) {
+#pragma unroll
+      for (float& value : values) {
+        value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
+      }
+    }
+    if constexpr (kWhole || kPairs) {
+      if (channel >= p.out_channels) continue;
+      T* const target = first + own.of(p, channel);
+      constexpr int kWidth = kWhole ? 16 / int(sizeof(T)) : 2;
+#pragma unroll
+      for (int i = 0; i < 2 * kQuad; i += kWidth) {
+        if (!kWhole && i / 2 >= own.count) break;
+        device::Pack<T, kWidth> pack;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) pack.values[k] = device::from_float<T>(values[i + k]);
+        pack.store(target + (kWhole ? i : i / 2 * p.phases_w.divisor));
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (channel + e >= p.out_channels) break;
+        T* const target = first + own.of(p, channel + e);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+          if (i >= own.count) break;
+          target[i * p.phases_w.divisor] = device::from_float<T>(values[2 * i + e]);
+        }
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ __forceinline__ void interleave_tile(
+    Params const& p, float const (&accumulators)[kRowTiles][kAccumulators], int channel0,
+    OwnPhases const& own, float const* bias) {
+  auto const finish = [&](auto whole, auto pairs) {
+    if (p.activates_output) {
+      interleave_values<Traits, whole.value, pairs.value, true>(p, accumulators, channel0, own,
+                                                                bias);
+    } else {
+      interleave_values<Traits, whole.value, pairs.value, false>(p, accumulators, channel0, own,
+                                                                 bias);
+    }
+  };
+  if (__reduce_max_sync(~0u, own.whole)) {
+    finish(std::true_type{}, std::true_type{});
+  } else if (p.phases_w.divisor % 2 == 0) {
+    finish(std::false_type{}, std::true_type{});
+  } else {
+    finish(std::false_type{}, std::false_type{});
+  }
+}
+
 // moments: the warpgroup's part of shared memory. barrier: of the warpgroup.
 template <class Traits>
 __device__ __forceinline__ void finish_tile(Params const& p,

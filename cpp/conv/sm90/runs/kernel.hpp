@@ -57,8 +57,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   if (threadIdx.x < kBlockN) {
     int const channel = channel0 + int(threadIdx.x);
+    int own = channel;
+    if constexpr (Traits::kInterleaves) own = p.phases.div(channel);
     header.bias[threadIdx.x] = p.bias != nullptr && channel < p.out_channels
-                                   ? device::to_float(static_cast<T const*>(p.bias)[channel])
+                                   ? device::to_float(static_cast<T const*>(p.bias)[own])
                                    : 0.0f;
   }
   __syncthreads();

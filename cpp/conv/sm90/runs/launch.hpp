@@ -19,7 +19,8 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-inline std::string name_of(Math math, Window const& window) {
+inline std::string name_of(Math math, Window const& window, bool interleaves) {
+  if (interleaves) return detail::join("sm90_runs_", traits_of(math).name, "_interleaved");
   return detail::join("sm90_runs_", traits_of(math).name, "_", window.before, "_", window.after);
 }
 
@@ -40,24 +41,25 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
                            input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
 }
 
-template <Math kMath, int kBefore, int kAfter>
+template <Math kMath, int kBefore, int kAfter, bool kInterleaves>
 void launch(Arguments const& a, cudaStream_t stream) {
   dispatch_activation(a.activation, [&](auto form) {
-    launch_kernel<Traits<kMath, kBefore, kAfter, decltype(form)>>(a, stream);
+    launch_kernel<Traits<kMath, kBefore, kAfter, kInterleaves, decltype(form)>>(a, stream);
   });
 }
 
-template <Math kMath, int kBefore, int kAfter>
+template <Math kMath, int kBefore, int kAfter, bool kInterleaves = false>
 void append_row(std::vector<Row>& rows) {
   constexpr Window kWindow{kBefore, kAfter};
-  rows.push_back({.name = name_of(kMath, kWindow),
+  rows.push_back({.name = name_of(kMath, kWindow, kInterleaves),
                   .math = kMath,
                   .window = kWindow,
-                  .launch = &launch<kMath, kBefore, kAfter>});
+                  .interleaves = kInterleaves,
+                  .launch = &launch<kMath, kBefore, kAfter, kInterleaves>});
 }
 
 // A row for each window: of three columns with no padding, half of a filter's row and all of it, of
-// two with all of it, and of one column.
+// two with all of it, and of one column, alone or of each sub-pixel phase.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 2, 0>(rows);
@@ -65,6 +67,7 @@ void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 0, 2>(rows);
   append_row<kMath, 0, 1>(rows);
   append_row<kMath, 0, 0>(rows);
+  append_row<kMath, 0, 0, true>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

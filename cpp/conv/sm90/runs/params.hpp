@@ -19,6 +19,9 @@ struct Params {
   unsigned* turns;  // by block of output channels
   Raster raster;
   int out_channels, pixels;
+  // Of output channels, where phases interleave; and of which there are so many.
+  cutlass::FastDivmod phases, phases_h, phases_w;
+  int tensor_channels;
   int lower_d, lower_h, dilation_d, dilation_h;
   int depth_taps, filter_rows, k_blocks, k_iterations;
   int consumers;  // of a block
@@ -45,6 +48,10 @@ inline Params Params::of(Arguments const& a) {
   p.raster = Raster::of(c, s, config.traits().element_bytes());
   p.out_channels = c.k;
   p.pixels = c.z * c.p * c.q;
+  p.phases = cutlass::FastDivmod(config.phases.all());
+  p.phases_h = cutlass::FastDivmod(config.phases.h);
+  p.phases_w = cutlass::FastDivmod(config.phases.w);
+  p.tensor_channels = c.k / config.phases.all();
   p.lower_d = c.lower_padding_d, p.lower_h = c.lower_padding_h;
   p.dilation_d = c.dilation_d, p.dilation_h = c.dilation_h;
   p.depth_taps = c.t;

@@ -25,6 +25,7 @@ FilterOrder order_of(Config const& config, PhasePlanes const& planes, bool rever
           // A lane's channels of 32 bits are neighbours, one of each half.
           .interleaves_halves = config.traits().element_bytes() == 4,
           .zeros = s.blocks_n,
+          .phases = config.phases,
           .planes = planes,
           .reverses_taps = reverses_taps};
 }

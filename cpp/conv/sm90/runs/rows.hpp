@@ -25,6 +25,7 @@ struct Row {
   std::string name;
   Math math;
   Window window;
+  bool interleaves;  // sub-pixel phases, which are output channels of its problems
   void (*launch)(Arguments const&, cudaStream_t);
 };
 
@@ -41,14 +42,15 @@ void append_bf16(std::vector<Row>& rows);
 struct Config {
   Row const* row;  // of rows()
   ConvProblem problem;
+  Phases phases;  // of problem.k; one unless the row interleaves
   int multiprocessors;
   int64_t line;  // elements from one line of the input to the next
   Schedule schedule;
 
   // layout: of the input; aligned: its address is a multiple of 16 bytes; padded_lines: its lines
   // are padded to the next multiple of 16 bytes.
-  Config(Row const& row, ConvProblem const& problem, Layout layout, bool aligned, bool padded_lines,
-         Device const& device);
+  Config(Row const& row, ConvProblem const& problem, Phases const& phases, Layout layout,
+         bool aligned, bool padded_lines, Device const& device);
 
   // How the input is read, for a person.
   std::string reads() const { return "nchw, TMA"; }
@@ -57,5 +59,19 @@ struct Config {
     return int64_t(schedule.tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
   }
 };
+
+// The extents of a problem's weight, and the channels of its output.
+inline FilterSource weight_of(Config const& config) {
+  ConvProblem const& p = config.problem;
+  Phases const& phases = config.phases;
+  return {.c = p.c,
+          .k = p.k / phases.all(),
+          .t = p.t * phases.d,
+          .r = p.r * phases.h,
+          .s = p.s * phases.w};
+}
+inline int64_t output_channels_of(Config const& config) {
+  return config.problem.k / config.phases.all();
+}
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -40,11 +40,12 @@ inline constexpr int kAccumulators = 64 * kBlockN / kWarpgroupThreads;  // of an
 inline constexpr int kRowTiles = 2;
 static_assert(kRowTiles * 64 == kTileQuads * kQuad, "a warpgroup's tile");
 
-template <Math kMath_, int kBefore, int kAfter, class Form_>
+template <Math kMath_, int kBefore, int kAfter, bool kInterleaves_, class Form_>
 struct Traits {
   static constexpr Math kMath = kMath_;
   static constexpr Window kWindow{kBefore, kAfter};
-  using Form = Form_;  // the activation
+  static constexpr bool kInterleaves = kInterleaves_;  // sub-pixel phases in the output
+  using Form = Form_;                                  // the activation
 
   using Element = typename Instruction<kMath>::Element;
   using Mma = typename Instruction<kMath>::Mma;

@@ -81,7 +81,7 @@ def _config(
     layout: str,
     aligned: bool,
     device: Device,
-    **how: bool,
+    **how: Any,
 ) -> Any:
     return room.Config(
         room.rows()[row],
@@ -98,25 +98,45 @@ class Sm90Row(ConvolutionRow):
 
     provider = "cutlass_sm90"
 
-    def __init__(self, room: Any, index: int, row: Any, **how: bool) -> None:
+    def __init__(self, room: Any, index: int, row: Any, **how: Any) -> None:
         """``how``: what else the room's configurations take."""
         super().__init__(room, index, row)
         self.how = how
 
-    def config(self, problem: ForwardProblem, device: Device) -> Any:
-        """The schedule of a problem that lowers to one dense convolution."""
+    def lowered(self, problem: ForwardProblem) -> Phase | Support:
+        """The one dense convolution that the row computes."""
         assert problem.conv is not None
-        strided = problem.layout == "strided"  # copied to contiguous NCHW first
+        return lower(problem.conv, problem.spatial).single()
+
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        """The schedule of a problem that the row lowers."""
+        lowered = self.lowered(problem)
+        assert isinstance(lowered, Phase)
+        return self.config_of(problem, lowered, problem.output_channels, device, **self.how)
+
+    def config_of(
+        self,
+        problem: ForwardProblem,
+        lowered: Phase,
+        channels: int,
+        device: Device,
+        *,
+        copied: bool = False,
+        **how: Any,
+    ) -> Any:
+        """The schedule of a convolution to so many output channels, of the input or, ``copied``, of
+        an aligned copy of it."""
+        copied = copied or problem.layout == "strided"  # to contiguous NCHW
         return _config(
             self.room,
             self.index,
             problem.channels,
-            problem.output_channels,
-            only_phase(problem),
+            channels,
+            lowered,
             problem.output_layout,
-            strided or problem.aligned,
+            copied or problem.aligned,
             device,
-            **self.how,
+            **how,
         )
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
@@ -143,7 +163,7 @@ class Sm90Row(ConvolutionRow):
                 f"{problem.channels} input channels; its sums are as exact as eager's from "
                 f"{FEWEST_STRICT_CHANNELS} on in strict fp32"
             )
-        lowered = lower(conv, problem.spatial).single()
+        lowered = self.lowered(problem)
         if isinstance(lowered, Support):
             return lowered
         largest = max(math.prod(problem.spatial), math.prod(problem.output_spatial))

@@ -503,7 +503,7 @@ def kernels() -> list[Kernel]:
             [
                 RunsSm90(runs, index, row, padded_lines=True)
                 for index, row in enumerate(runs.rows())
-                if row.math == math
+                if row.math == math and not row.interleaves
             ],
             [index for index, row in enumerate(weights) if row.math == math],
         )

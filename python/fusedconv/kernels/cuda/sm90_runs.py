@@ -9,16 +9,21 @@ another dtype asks for a second tensor. A row is a filter's reach to either side
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow
+from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
 from fusedconv.kernels.cuda.program import FAMILIES, ForwardProgram, NotBuiltForward
 from fusedconv.kernels.cuda.sm90 import Sm90Row
+from fusedconv.layout import line_pitch
+from fusedconv.lowering import Phase, lower
 from fusedconv.plan import Kernel
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ForwardProblem
+from fusedconv.support import Support
 
 #: Tiles of a launch, which are counted in 32 bits.
 MOST_TILES = 1 << 30
@@ -110,8 +115,111 @@ class RunsSm90(InPlaceRow, Sm90Row):
         )
 
 
+@dataclass(frozen=True)
+class InterleavingCosts:
+    """What ``InterleavingRunsSm90.estimate`` multiplies, in cycles of a multiprocessor."""
+
+    #: A k-block of a tile, by precision.
+    step: Mapping[str, float]
+    #: A tile beside these, by bytes of an element.
+    tile: Mapping[int, float]
+
+
+INTERLEAVING_COSTS = InterleavingCosts(
+    step={"tf32": 350.0, "fp32": 600.0, "fp16": 350.0, "bf16": 350.0},
+    tile={2: 2200.0, 4: 2600.0},
+)
+
+
+class InterleavingRunsSm90(RunsSm90):
+    """A row for filters as large as their strides: a matrix product whose output channels are the
+    sub-pixel phases of each channel, which the epilogue stores side by side."""
+
+    def lowered(self, problem: ForwardProblem) -> Phase | Support:
+        conv = problem.conv
+        assert conv is not None
+        if conv.kernel_size != conv.stride:
+            return Support.no(f"the filter is {conv.kernel_size}, the stride {conv.stride}")
+        if any((*conv.padding, *conv.output_padding)) or set(conv.dilation) != {1}:
+            return Support.no(
+                f"padding {conv.padding}, output padding {conv.output_padding}, dilation "
+                f"{conv.dilation}; only 0, 0 and 1 are served"
+            )
+        if problem.norm_groups:
+            return Support.no("leaves no moments for the normalisation")
+        return next(iter(lower(conv, problem.spatial)))
+
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        lowered, conv = self.lowered(problem), problem.conv
+        assert isinstance(lowered, Phase) and conv is not None
+        pads = _pads(problem)
+        return self.config_of(
+            problem,
+            lowered,
+            problem.output_channels * math.prod(conv.stride),
+            device,
+            copied=pads,
+            padded_lines=pads,
+            phases=by_axis(conv.stride),
+        )
+
+    def convolve(
+        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+    ) -> Any:
+        problem = program.problem
+        if _pads(problem):
+            lines = _C.layout.LinesProblem(
+                batch=problem.batch,
+                channels=problem.channels,
+                lines=math.prod(problem.spatial[:-1]),
+                columns=problem.spatial[-1],
+                pitch=problem.spatial[-1],
+                dtype=COMPILED_DTYPES[problem.dtype],
+            )
+            padded = program.scratch(lines.sample_bytes)
+            program.compiled.per_chunk(
+                _C.layout.PadLines(
+                    "the input",
+                    problem=lines,
+                    input=program.input,
+                    output=padded,
+                    sums=program.absent,
+                )
+            )
+            program.input = padded
+        return super().convolve(program, config, output, filter)
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        """Milliseconds of a supported problem."""
+        costs = INTERLEAVING_COSTS
+        config = self.config(problem, device)
+        chunk = self.chunk(problem, config)
+        size = problem.dtype.itemsize
+        tile = config.k_iterations * costs.step[self.precision] + costs.tile[size]
+        # Tiles of a consumer; three work side by side.
+        consumers = max(1, device.multiprocessors // config.blocks_n) * config.consumers
+        rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
+        cycles = math.ceil(chunk * config.tiles / consumers) * tile * rounds
+        chunks = -(-problem.batch // chunk)
+        moved = (problem.input_elements + problem.output_elements) * size
+        conv = max(chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
+        if _pads(problem):
+            conv += device.copy_milliseconds(2 * problem.input_elements * size)
+            conv += chunks * device.launch_milliseconds
+        return conv + self.milliseconds_beside(problem, device, chunks)
+
+
+def _pads(problem: ForwardProblem) -> bool:
+    """Whether the input's lines, as tensor copies read them, must be padded first."""
+    whole = line_pitch(problem.spatial[-1], problem.dtype) == problem.spatial[-1]
+    return not whole or (problem.layout != "strided" and not problem.aligned)
+
+
 def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltForward("sm90_runs", "cutlass_sm90")]
     room = _C.sm90.runs
-    return [RunsSm90(room, index, row) for index, row in enumerate(room.rows())]
+    return [
+        (InterleavingRunsSm90 if row.interleaves else RunsSm90)(room, index, row)
+        for index, row in enumerate(room.rows())
+    ]

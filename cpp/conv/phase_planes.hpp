@@ -43,6 +43,9 @@ struct PhasePlanes {
   FUSEDCONV_HOST_DEVICE int count() const {
     return axes[0].stride * axes[1].stride * axes[2].stride;
   }
+  bool dilates() const {
+    return axes[0].dilation != 1 || axes[1].dilation != 1 || axes[2].dilation != 1;
+  }
   // The weight's channel and taps that a plane's channel and taps are; no taps if any axis has
   // none.
   struct Source {

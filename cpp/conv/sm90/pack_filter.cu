@@ -16,13 +16,14 @@ constexpr int kMaxBlocks = 2048;
 struct Params {
   FilterSource source;
   FilterOrder order;
-  int64_t count, stage_elements;  // of one part
+  int64_t count, stage_units;  // 16 bytes each, of one part
+  bool splits_phases;          // else the filter's channels and taps are the weight's
 };
 
-// One thread per element of the packed filter, in its order: [tile of output channels, k-iteration,
-// part, tap, 64 channels' block, 16-byte half, channel, element], where a k-iteration is a depth
-// tap, a number of filter rows and a number of k-blocks, and taps count k-blocks, rows and columns.
-// K-iterations beyond the last depth tap are zeros.
+// One thread for 16 bytes of the packed filter, in its order: [tile of output channels,
+// k-iteration, part, tap, 64 channels' block, 16-byte half, channel, element], where a k-iteration
+// is a depth tap, a number of filter rows and a number of k-blocks, and taps count k-blocks, rows
+// and columns. K-iterations beyond the last depth tap are zeros.
 template <class T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(Params const p, T const* __restrict__ weight, T* __restrict__ filter) {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   FilterOrder const& order = p.order;
   unsigned const stride = gridDim.x * blockDim.x;
   if (blockIdx.x == 0) {
-    auto* const behind = reinterpret_cast<uint32_t*>(filter + p.count * kParts);
+    auto* const behind = reinterpret_cast<uint32_t*>(filter + p.count * kHalf * kParts);
     for (int i = int(threadIdx.x); i < order.zeros; i += kThreads) behind[i] = 0;
   }
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < unsigned(p.count); i += stride) {
@@ -40,7 +41,6 @@ __global__ void __launch_bounds__(kThreads)
       rest /= extent;
       return result;
     };
-    int const element = take(kHalf);
     int const row = take(kBlockM);
     int const half = take(2);
     int const block_m = take(order.blocks_m);
@@ -55,8 +55,9 @@ __global__ void __launch_bounds__(kThreads)
     iteration /= iterations_c;
     int const iteration_h = iteration % iterations_h;
     int const d = iteration / iterations_h;
-    int const within = order.interleaves_halves ? element * 2 + half : half * kHalf + element;
-    int const c = (iteration_c * order.k_blocks_per_stage + k_block) * 2 * kHalf + within;
+    int const block_c = (iteration_c * order.k_blocks_per_stage + k_block) * 2 * kHalf;
+    int const first_c = block_c + (order.interleaves_halves ? half : half * kHalf);
+    int const step_c = order.interleaves_halves ? 2 : 1;
     auto const tap = [&](int index, int taps) {
       return order.reverses_taps ? taps - 1 - index : index;
     };
@@ -72,27 +73,33 @@ __global__ void __launch_bounds__(kThreads)
       height += phase % order.phases.h;
       depth += phase / order.phases.h;
     }
-    T value = T(0.0f);
-    if (k < p.source.k && d < order.taps_d) {
-      auto const from = order.planes.source(c, depth, height, width);
-      if (from.channel < p.source.c && from.exists()) {
-        value = weight[from.channel * p.source.stride_c + k * p.source.stride_k +
-                       from.t * p.source.stride_t + from.r * p.source.stride_r +
-                       from.s * p.source.stride_s];
+    bool const exists = k < p.source.k && d < order.taps_d;
+    T const* const of_channel = weight + k * p.source.stride_k;
+    device::Pack<T, kHalf> parts[kParts];
+#pragma unroll
+    for (int e = 0; e < kHalf; ++e) {
+      int const c = first_c + e * step_c;
+      PhasePlanes::Source from{c, depth, height, width};
+      if (p.splits_phases) from = order.planes.source(c, depth, height, width);
+      T value = T(0.0f);
+      if (exists && from.channel < p.source.c && from.exists()) {
+        value = of_channel[from.channel * p.source.stride_c + from.t * p.source.stride_t +
+                           from.r * p.source.stride_r + from.s * p.source.stride_s];
+      }
+      if constexpr (sizeof(T) == 4 && kParts == 2) {
+        parts[0].values[e] = device::big_tf32(value);
+        parts[1].values[e] = device::round_to_tf32(value - parts[0].values[e]);
+      } else if constexpr (sizeof(T) == 4) {
+        parts[0].values[e] = device::round_to_tf32(value);
+      } else {
+        parts[0].values[e] = value;
       }
     }
-    unsigned const stage = i / unsigned(p.stage_elements);
-    T* const target = filter + i + int64_t(stage) * p.stage_elements * (kParts - 1);
-    if constexpr (sizeof(T) == 4) {
-      if constexpr (kParts == 2) {
-        float const big = device::big_tf32(value);
-        target[0] = big;
-        target[p.stage_elements] = device::round_to_tf32(value - big);
-      } else {
-        target[0] = device::round_to_tf32(value);
-      }
-    } else {
-      target[0] = value;
+    unsigned const stage = i / unsigned(p.stage_units);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      parts[part].store(filter +
+                        (i + (int64_t(stage) * (kParts - 1) + part) * p.stage_units) * kHalf);
     }
   }
 }
@@ -105,10 +112,11 @@ void pack_filter(FilterOrder const& order, FilterSource const& source, void cons
   Params p{};
   p.source = source;
   p.order = order;
-  p.stage_elements = int64_t(order.filter_rows) * order.taps_w * order.k_blocks_per_stage *
-                     order.blocks_m * kBlockM * kKBlockBytes / math.element_bytes();
-  p.count = p.stage_elements * order.k_iterations * order.tiles_m;
-  FUSEDCONV_CHECK(p.count < int64_t(1) << 31, "sm90 pack_filter: got ", p.count, " elements");
+  p.splits_phases = order.planes.count() > 1 || order.planes.dilates();
+  p.stage_units = int64_t(order.filter_rows) * order.taps_w * order.k_blocks_per_stage *
+                  order.blocks_m * kBlockM * kKBlockBytes / 16;
+  p.count = p.stage_units * order.k_iterations * order.tiles_m;
+  FUSEDCONV_CHECK(p.count < int64_t(1) << 31, "sm90 pack_filter: got ", p.count, " times 16 bytes");
   int const blocks = int(std::min<int64_t>(ceil_div(p.count, kThreads), kMaxBlocks));
   device::dispatch_type(math.dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -339,16 +339,30 @@ def test_torchs_estimate_is_near_what_eager_took(record):
     assert 1 / within < estimate / record["median_ms"] < within
 
 
+def one_sample(precision: str, channels: int, spatial: int, out_channels: int, kernel_size: int):
+    return hypothetical.problem(
+        device="cuda", dtype=DTYPES[precision], precision=precision, layout="nchw", batch=1,
+        channels=channels, spatial=(spatial, spatial), out_channels=out_channels,
+        kernel_size=kernel_size, bias=True,
+    )  # fmt: skip
+
+
 @needs_hopper
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_torch_serves_what_it_is_faster_at(precision):
-    """One sample of few pixels and long sums: 50 us were measured of torch, 84 of ours."""
-    problem = hypothetical.problem(
-        device="cuda", dtype=DTYPES[precision], precision=precision, layout="nchw", batch=1,
-        channels=512, spatial=(14, 14), out_channels=256, kernel_size=3, bias=True,
-    )  # fmt: skip
-    ((_, candidate),) = choose(problem, H200).chosen
+def test_torch_serves_what_it_is_estimated_to_be_faster_at(precision):
+    """A matrix times a few vectors."""
+    ((_, candidate),) = choose(one_sample(precision, 2048, 2, 2048, 1), H200).chosen
     assert candidate.kernel.provider == "torch"
+
+
+@needs_hopper
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_long_sums_of_few_pixels_are_divided_among_multiprocessors(precision):
+    """50 us were measured of torch."""
+    problem = one_sample(precision, 512, 14, 256, 3)
+    ((_, candidate),) = choose(problem, H200).chosen
+    assert candidate.kernel.provider == "taps_sm90"
+    assert candidate.kernel.config(problem, H200).splits > 1
 
 
 def test_a_device_before_8_0_gets_torchs_operators_with_the_reason():

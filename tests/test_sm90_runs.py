@@ -96,7 +96,15 @@ def test_rows_are_named_by_math_and_window():
 def test_phases_are_those_of_interleaving_rows():
     for row in rows():
         arguments = dict(
-            problem=_C.ConvProblem(c=16, k=32, input=(1, 8, 16), output=(1, 8, 16), taps=(1, 1, 1)),
+            problem=_C.ConvProblem(
+                c=16,
+                k=32,
+                input=(1, 8, 16),
+                output=(1, 8, 16),
+                taps=(1, 1, 1),
+                lower_padding=(0, 0, 0),
+                dilation=(1, 1, 1),
+            ),
             layout=_C.Layout.nchw,
             aligned=True,
             device=H200.compiled,
@@ -328,7 +336,7 @@ def upsampling(**changes):
         batch=8,
         channels=64,
         spatial=(32, 48),
-        conv=geometry_of(torch.empty(64, 24, 2, 2), stride=2),
+        conv=geometry_of(torch.empty(64, 24, 2, 2), stride=(2, 2)),
         norm=None,
     )
     return problem(**{**settings, **changes})
@@ -361,9 +369,9 @@ def test_lines_that_tensor_copies_cannot_read_are_padded(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"conv": dict(stride=1)}, "the filter is (2, 2), the stride (1, 1)"),
-        ({"conv": dict(stride=2, padding=1)}, "padding (1, 1)"),
-        ({"conv": dict(stride=2, output_padding=1)}, "output padding (1, 1)"),
+        ({"conv": dict(stride=(1, 1))}, "the filter is (2, 2), the stride (1, 1)"),
+        ({"conv": dict(stride=(2, 2), padding=(1, 1))}, "padding (1, 1)"),
+        ({"conv": dict(stride=(2, 2), output_padding=(1, 1))}, "output padding (1, 1)"),
         ({"norm": group_norm_stage(8)}, "leaves no moments"),
         ({"layout": "nhwc"}, "reads NCHW"),
     ],

@@ -1,6 +1,6 @@
 """Plots how much faster than the best peer fusedconv is on each layer, as a PNG.
 
-usage: python benchmarks/plot_layers.py [benchmarks/results/h200-layers.json [layers.png]]
+usage: python benchmarks/plot_layers.py [benchmarks/results/h200-shapes.json [layers.png]]
 
 A panel for each pass and precision: bars are speed-ups over the fastest peer in its best layout,
 marks the speed-up of a kernel that takes the floor's time. Needs matplotlib.
@@ -62,6 +62,6 @@ def main(path: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    default = Path(__file__).parent / "results" / "h200-layers.json"
+    default = Path(__file__).parent / "results" / "h200-shapes.json"
     arguments = [Path(argument) for argument in sys.argv[1:]]
     main(*arguments, *(default, Path("layers.png"))[len(arguments) :])

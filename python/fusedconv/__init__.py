@@ -7,6 +7,7 @@ three systems, ``ConvTransposeActNorm{1,2,3}d`` and ``GroupNorm`` are the genera
 
 from fusedconv import functional, models
 from fusedconv._C import build
+from fusedconv.conversion import Conversion, compile_backend, compile_pass, convert, revert
 from fusedconv.device import Device
 from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.explaining import explain
@@ -56,6 +57,7 @@ __all__ = [
     "ConvTransposeActNorm2d",
     "ConvTransposeActNorm3d",
     "ConvTransposeGeometry",
+    "Conversion",
     "Device",
     "Explanation",
     "ForwardKernel",
@@ -74,7 +76,11 @@ __all__ = [
     "Support",
     "build",
     "clear_cache",
+    "compile_backend",
+    "compile_pass",
+    "convert",
     "explain",
     "functional",
     "models",
+    "revert",
 ]

@@ -40,16 +40,23 @@ def _forward_of_torch(cls: type[nn.Module]) -> object:
     return forward if at_home else None
 
 
-_FORWARD: dict[type[nn.Module], object] = {
-    cls: _forward_of_torch(cls)
-    for cls in (
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.GroupNorm,
-        nn.ReLU,
-    )
-}
+_FORWARD: dict[type[nn.Module], object] = {}
+
+
+def watch(*classes: type[nn.Module]) -> None:
+    """Notes what ``departure`` takes for the forward of torch's classes, and of ours made from
+    them."""
+    _FORWARD.update((cls, _forward_of_torch(cls)) for cls in classes)
+
+
+watch(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.GroupNorm, nn.ReLU)
+
+
+def is_replaced(cls: type[nn.Module]) -> bool:
+    """Whether someone has replaced the forward of a class that ``watch`` has seen."""
+    return cls.forward is not _FORWARD[cls]
+
+
 _CALL = nn.Module.__call__
 
 
@@ -81,6 +88,20 @@ def _departure(name: str, child: Any, expected: type[nn.Module]) -> str | None:
     cls = type(child)
     if cls is not expected and not _only_parametrized(child, expected):
         return f"{name} is {cls.__module__}.{cls.__qualname__}, not {_public(expected)}"
+    reason = hooked(name, child)
+    if reason is not None:
+        return reason
+    if cls.forward is not _FORWARD[expected]:
+        return f"{_public(expected)}.forward has been replaced"
+    # torch's tracers replace the call while they trace, and see the operators too.
+    call = cls.__call__
+    if call is not _CALL and not _is_torchs(call):
+        return f"{_public(expected)}.__call__ has been replaced"
+    return None
+
+
+def hooked(name: str, child: nn.Module) -> str | None:
+    """Why a call of ``child`` does more than its class's forward; None where it does not."""
     for attribute, kind in _HOOKS.items():
         if getattr(child, attribute):
             return f"{name} has {kind}"
@@ -93,12 +114,6 @@ def _departure(name: str, child: Any, expected: type[nn.Module]) -> str | None:
         return "hooks on all modules are registered"
     if "forward" in child.__dict__:
         return f"{name} has a forward of its own"
-    if cls.forward is not _FORWARD[expected]:
-        return f"{_public(expected)}.forward has been replaced"
-    # torch's tracers replace the call while they trace, and see the operators too.
-    call = cls.__call__
-    if call is not _CALL and not _is_torchs(call):
-        return f"{_public(expected)}.__call__ has been replaced"
     return None
 
 

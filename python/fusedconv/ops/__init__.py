@@ -5,7 +5,7 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 """
 
 from fusedconv.ops import conv_transpose, flops, group_norm
-from fusedconv.ops.common import any_requires_grad, goes_direct
+from fusedconv.ops.common import any_requires_grad, goes_direct, is_watched
 from fusedconv.ops.planning import (
     ConvCall,
     NormCall,
@@ -27,6 +27,7 @@ __all__ = [
     "goes_direct",
     "group_norm",
     "group_norm_plan",
+    "is_watched",
     "recall",
     "remember",
     "torch_differentiates",

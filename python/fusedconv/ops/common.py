@@ -142,18 +142,22 @@ except AttributeError:  # private names may move; then every call goes through t
     _dispatch_modes = None  # type: ignore[assignment]
 
 
-def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no tracer, mode, transform, profiler or subclass wants to see a call, and every
-    tensor's memory holds its values (a negative view's holds their opposites)."""
+def is_watched() -> bool:
+    """Whether a compiler, tracer, mode or transform wants to see the calls that are made."""
     if torch.compiler.is_compiling() or _dispatch_modes is None:
-        return False
-    if (
+        return True
+    return bool(
         _dispatch_modes()
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
         or _is_tracing()
-        or profiler._is_profiler_enabled
-    ):
+    )
+
+
+def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether no tracer, mode, transform, profiler or subclass wants to see a call, and every
+    tensor's memory holds its values (a negative view's holds their opposites)."""
+    if is_watched() or profiler._is_profiler_enabled:
         return False
     for each in tensors:
         if each is not None and (type(each) not in PLAIN or each.is_neg()):

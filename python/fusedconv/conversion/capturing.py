@@ -1,0 +1,149 @@
+"""Modules whose forward code joins chains: torch.compile follows it, and chains are replaced in the
+graphs that it finds, which then run as they are, without a compiler.
+
+torch.compile guards whatever the code depends on (training mode, attributes, shapes, hooks) and
+leaves to Python what it cannot follow, so that results are those of the code.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.fx import _symbolic_trace as symbolic_trace
+
+from fusedconv.conversion.classes import Converted, original_type
+from fusedconv.conversion.graphs import Rewriting, rewrite
+from fusedconv.conversion.modules import flattened, is_sequence
+from fusedconv.conversion.stages import CONVOLUTIONS
+from fusedconv.ops import is_watched
+
+#: torch before 2.8 has the former name only.
+_is_symbolic_tracing: Callable[[], bool] = getattr(
+    symbolic_trace, "is_fx_symbolic_tracing", symbolic_trace.is_fx_tracing
+)
+
+
+class _Capture:
+    """The captured forward of one module, to be called with it, and the chains found in it so far,
+    by the training mode of the call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found: dict[bool, Rewriting] = {}
+        self._training = module.training
+        code: Any = original_type(module).forward
+        # A code object of its own: torch.compile counts graphs by code, and gives up after some.
+        own = types.FunctionType(
+            code.__code__.replace(), code.__globals__, code.__name__, code.__defaults__,
+            code.__closure__,
+        )  # fmt: skip
+        own.__kwdefaults__ = code.__kwdefaults__
+        self._forward: Callable[..., Any] = torch.compile(own, backend=self._backend)
+
+    def _backend(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found, done = self.found[self._training], rewrite(graph_module)
+        found.replaced.extend(done.replaced)
+        found.refused.extend(done.refused)
+        return graph_module
+
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._training = module.training
+        self.found.setdefault(module.training, Rewriting([], []))
+        return self._forward(module, *args, **kwargs)
+
+
+_captures: WeakKeyDictionary[nn.Module, _Capture] = WeakKeyDictionary()
+
+
+def found_in(module: nn.Module) -> Rewriting:
+    """What was found in a captured module's forward so far, each once."""
+    capture = _captures.get(module)
+    found = [] if capture is None else list(capture.found.values())
+    return Rewriting(
+        list(dict.fromkeys(text for each in found for text in each.replaced)),
+        list(dict.fromkeys(text for each in found for text in each.refused)),
+    )
+
+
+def forget(module: nn.Module) -> None:
+    """Drops what was captured of a module."""
+    _captures.pop(module, None)
+
+
+class ConvertedForward(Converted):
+    """A module whose forward runs as the graphs that torch.compile makes of it, with the chains in
+    them replaced. Where somebody else follows the code (torch.compile around it, export, a tracer,
+    a transform), they follow the original's, and so does a call in a training mode in which no
+    chain was found."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's."""
+        if is_watched() or _is_symbolic_tracing():
+            return super().forward(*args, **kwargs)
+        capture = _captures.get(self)
+        if capture is None:
+            capture = _captures[self] = _Capture(self)
+        else:
+            found = capture.found.get(self.training)
+            if found is not None and not found.replaced:
+                return super().forward(*args, **kwargs)
+        return capture.call(self, *args, **kwargs)
+
+
+# ---- which modules -------------------------------------------------------------------------------
+
+_STAGES = re.compile(r"norm|relu|gelu|silu|swish|activation", re.IGNORECASE)
+
+
+def may_join(module: nn.Module) -> bool:
+    """Whether the forward code of ``module`` may join a chain: it calls a head, and a stage or
+    what is called like one. A guess, since a capture costs time in each call; what a capture then
+    finds is no guess."""
+    if is_sequence(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    called = list(_called(module))
+    heads = [each for each in called if _is_head(each)]
+    if not heads:
+        return False
+    forward = original_type(module).forward
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    others = [type(each).__name__ for each in called if each is not heads[0]]
+    return any(map(_STAGES.search, [*names, *others]))
+
+
+def _is_head(module: nn.Module) -> bool:
+    kind = original_type(module)
+    return kind in CONVOLUTIONS or kind is nn.GroupNorm
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a module's code calls, as far as its children say: of sequences the last,
+    in whose output a chain may begin."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        elif is_sequence(child):
+            inner = [each for each in flattened(child) if not isinstance(each, nn.Identity)]
+            yield from inner[-1:]
+        else:
+            yield child
+
+
+def reason_against_capture(module: nn.Module) -> str | None:
+    """Why the forward of ``module`` is not captured; None where it can be."""
+    if isinstance(module, GraphModule):
+        return "it is a GraphModule, which fusedconv.compile_pass takes"
+    if not isinstance(original_type(module).forward, types.FunctionType):
+        return "its forward is no Python function"
+    if "forward" in module.__dict__:
+        return "it has a forward of its own"
+    if not import_module("torch._dynamo").is_dynamo_supported():
+        return "torch.compile does not support this platform"
+    return None

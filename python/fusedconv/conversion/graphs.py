@@ -1,0 +1,287 @@
+"""Chains in the graphs of torch.fx, torch.compile and torch.export, replaced by calls of ours."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fusedconv import functional
+from fusedconv.arguments import shown
+from fusedconv.conversion.matching import (
+    CONV_ARGUMENTS,
+    Convolution,
+    Match,
+    activation,
+    convolution,
+    example,
+    is_ours,
+    normalization,
+    writes_to_input,
+)
+from fusedconv.conversion.stages import (
+    SERVED_DTYPES,
+    Stage,
+    activation_and_order,
+    described,
+    follows,
+    norm_of,
+)
+
+logger = logging.getLogger("fusedconv")
+
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compile_pass(graph_module: GraphModule) -> GraphModule:
+    """Replaces the chains of a graph by calls of our functions, in place, and returns it.
+
+    What is replaced: transposed convolutions with the normalisation and activation behind them (in
+    either order), and GroupNorms with the activation in front or behind, where nothing else reads
+    what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
+    BatchNorm of inference, and LayerNorm between the two permutations that put channels last and
+    back. The graph is one that torch.compile hands to a backend, or the module of an exported
+    program; its nodes know what tensors they compute (``example_value`` or ``val`` in their meta),
+    else convolutions and GroupNorms are not recognised for what they are and stay. Each chain is
+    logged (logger ``fusedconv``, level DEBUG).
+
+    Raises TypeError where ``graph_module`` is no torch.fx.GraphModule.
+    """
+    rewrite(graph_module)
+    return graph_module
+
+
+class Rewriting(NamedTuple):
+    """What was done to a graph, as text: the chains that are calls of ours, and what stands behind
+    a chain without being in it, with the reason."""
+
+    replaced: list[str]
+    refused: list[str]
+
+
+def rewrite(graph_module: GraphModule) -> Rewriting:
+    """``compile_pass``, and what it did."""
+    if not isinstance(graph_module, GraphModule):
+        raise TypeError(f"graph_module: got {shown(graph_module)}, expected a GraphModule")
+    graph = graph_module.graph
+    done = Rewriting([], [])
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        chain = _chain_from(node)
+        if chain is None:
+            continue
+        if chain.refusal is not None:
+            done.refused.append(f"{chain}, not fused with {chain.refusal}")
+        if chain.is_new:
+            done.replaced.append(str(chain))
+            logger.debug("compile_pass: %s", chain)
+            chain.replace(graph)
+    if done.replaced:
+        graph.lint()
+        graph_module.recompile()
+    return done
+
+
+def compile_backend(inner: str | Backend = "inductor") -> Backend:
+    """A backend for torch.compile: ``compile_pass``, then the backend ``inner``.
+
+    ``torch.compile(model, backend=fusedconv.compile_backend())`` serves chains of code that nobody
+    may edit; ``inner`` is a name that torch.compile takes, or a backend. Raises torch's errors
+    where it knows no backend of that name.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    lower: Any = lookup_backend(inner) if isinstance(inner, str) else inner
+    if not callable(lower):
+        raise TypeError(f"inner: got {shown(inner)}, expected a backend's name or a callable")
+
+    def backend(
+        graph_module: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Any:
+        compile_pass(graph_module)
+        if inner == "inductor":
+            # Which torch.compile does itself where it knows that this is the backend.
+            patches = {**torch._inductor.list_mode_options(mode), **(options or {})}
+            return lower(graph_module, inputs, config_patches=patches)
+        given = {"mode": mode, "options": options}
+        return lower(graph_module, inputs, **{k: v for k, v in given.items() if v is not None})
+
+    return backend
+
+
+# ---- chains --------------------------------------------------------------------------------------
+
+
+class _Chain:
+    """Nodes that one call replaces: ``nodes`` in order, the last is the result."""
+
+    def __init__(self, input: Any, conv: Convolution | None, nodes: list[Node]) -> None:
+        self.input = input
+        self.conv = conv
+        self.nodes = nodes
+        self.stages: list[Stage] = []
+        self.refusal: str | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its nodes are more than one call of ours."""
+        return len(self.stages) > (self.conv is None) or not is_ours(self.nodes[0])
+
+    def __str__(self) -> str:
+        head = []
+        if self.conv is not None:
+            output = example(self.conv.output)
+            head = ["conv_transpose" if output is None else f"conv_transpose{output.dim() - 2}d"]
+        return described(*head, *self.stages)
+
+    def add(self, match: Match) -> None:
+        self.stages.append(match.stage)
+        self.nodes += match.nodes
+
+    def replace(self, graph: Graph) -> None:
+        last = self.nodes[-1]
+        with graph.inserting_after(last):
+            call = self._call(graph)
+        call.meta = dict(last.meta)
+        last.replace_all_uses_with(call)
+        for node in reversed(self.nodes):
+            for user in list(node.users):
+                graph.erase_node(user)  # outputs that nobody reads
+            graph.erase_node(node)
+
+    def _call(self, graph: Graph) -> Node:
+        name, order = activation_and_order(self.stages)
+        keywords: dict[str, Any] = {"activation": name, "order": order}
+        norm = norm_of(self.stages)
+        if self.conv is None:
+            assert norm is not None
+            arguments = (self.input, norm.num_groups, norm.weight, norm.bias, norm.eps)
+            return graph.call_function(functional.group_norm, arguments, keywords)
+        keywords["precision"] = self.conv.arguments["precision"]
+        arguments = tuple(self.conv.arguments[name] for name in CONV_ARGUMENTS)
+        if norm is None:
+            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
+        weight, bias = norm.weight, norm.bias
+        keywords |= {"norm": norm.kind, "num_groups": norm.num_groups, "eps": norm.eps}
+        if norm.kind != "affine":
+            keywords |= {"norm_weight": weight, "norm_bias": bias}
+            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
+        folded = graph.call_function(
+            functional.fold_batch_norm,
+            (norm.running_mean, norm.running_var, weight, bias, norm.eps),
+        )
+        with graph.inserting_after(folded):  # the second comes in front of the first
+            shift = graph.call_function(operator.getitem, (folded, 1))
+            scale = graph.call_function(operator.getitem, (folded, 0))
+        keywords |= {"norm_weight": scale, "norm_bias": shift}
+        with graph.inserting_after(shift):
+            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
+
+
+def _served(value: Any) -> Any:
+    """A node's tensor where our functions take one of its dtype, else None."""
+    tensor = example(value)
+    return tensor if tensor is not None and tensor.dtype in SERVED_DTYPES else None
+
+
+def _chain_from(node: Node) -> _Chain | None:
+    """The chain that begins with ``node``, as long as it can be."""
+    conv = convolution(node)
+    if conv is not None:
+        input = conv.arguments["input"]
+        tensor = _served(input)
+        if tensor is None:
+            return None
+        weight = example(conv.arguments["weight"])
+        axes = 0 if weight is None else weight.dim() - 2
+        nodes = [node] if conv.output is node else [node, conv.output]
+        chain = _Chain(input, conv, nodes)
+        # Without a batch the channels would be a norm's batch.
+        _extend(chain, axes if tensor.dim() == axes + 2 else 0)
+        return chain
+    match = normalization(node, 0)
+    if isinstance(match, Match):
+        return _normalised(node, [match])
+    first = activation(node)
+    if first is not None and not writes_to_input(node):
+        user = _sole_reader(node)
+        match = None if user is None else normalization(user, 0)
+        if isinstance(match, Match):
+            return _normalised(node, [first, match])
+    return None
+
+
+def _normalised(node: Node, matches: list[Match]) -> _Chain | None:
+    """A chain without a convolution, which only GroupNorms begin."""
+    norm = norm_of([match.stage for match in matches])
+    input = node.args[0] if node.args else None
+    tensor = _served(input)
+    if norm is None or norm.kind != "group" or tensor is None or tensor.dim() < 2:
+        return None
+    chain = _Chain(input, None, [])
+    for match in matches:
+        chain.add(match)
+    _extend(chain, 0)
+    return chain
+
+
+def _extend(chain: _Chain, axes: int) -> None:
+    """Adds the stages behind a chain that nothing else reads; norms where there are ``axes``.
+    Notes why the next is none."""
+    while True:
+        end = chain.nodes[-1]
+        found = {user: _stage(user, axes) for user in end.users}
+        named = {user: match for user, match in found.items() if match is not None}
+        if not named:
+            return
+        user, match = next(iter(named.items()))
+        if isinstance(match, str):
+            reason = match
+        elif len(end.users) > 1:
+            reason = f"its input is read {len(end.users)} times"
+        elif not follows(chain.stages, match.stage):
+            reason = "it is one stage too many"
+        elif _sole_reader(end) is None or not _adjacent(end, match.nodes):
+            reason = "other operations stand in between"
+        else:
+            chain.add(match)
+            continue
+        chain.refusal = f"{user.name}: {reason}"
+        return
+
+
+def _stage(node: Node, axes: int) -> Match | str | None:
+    """The stage that begins with ``node``, or why it is none."""
+    match = activation(node)
+    return match if match is not None or not axes else normalization(node, axes)
+
+
+def _sole_reader(node: Node) -> Node | None:
+    """The node that takes ``node`` for its input and alone reads it. Nothing is computed between
+    them, which might write to what either reads."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    read = [argument is node for argument in (*user.args, *user.kwargs.values())]
+    return user if read[:1] == [True] and sum(read) == 1 and _adjacent(node, [user]) else None
+
+
+def _adjacent(node: Node, nodes: list[Node]) -> bool:
+    """Whether ``nodes`` come behind ``node`` in order, with nothing computed among them."""
+    ends = set(nodes)
+    while ends:
+        node = node.next
+        if node in ends:
+            ends.remove(node)
+        elif node.op not in ("placeholder", "get_attr") and node.target is not operator.getitem:
+            return False
+    return True

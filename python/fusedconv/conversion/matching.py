@@ -1,0 +1,286 @@
+"""What the nodes of a graph are: convolutions, normalisations and activations, whoever wrote it.
+
+Graphs come from torch.compile and torch.fx.symbolic_trace (torch's functions and methods) or from
+torch.export (operators of aten). A node whose arguments are not understood is no match.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional as F
+
+from fusedconv.conversion.stages import Normalization, Stage
+
+aten = torch.ops.aten
+_fusedconv = torch.ops.fusedconv
+
+#: A target's parameters in order, with their defaults.
+_Signature = tuple[tuple[str, Any], ...]
+_NEEDED = object()
+
+
+def _signature(text: str, **defaults: Any) -> _Signature:
+    return tuple((name, defaults.get(name, _NEEDED)) for name in text.split())
+
+
+def _bound(node: Node, signature: _Signature) -> dict[str, Any] | None:
+    """A node's arguments by name; None where they are not what the signature says."""
+    names = [name for name, _ in signature]
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return None
+    values = {**dict(signature), **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return None if any(value is _NEEDED for value in values.values()) else values
+
+
+# ---- convolutions --------------------------------------------------------------------------------
+
+_CONV = _signature(
+    "input weight bias stride padding output_padding groups dilation",
+    bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1,
+)  # fmt: skip
+_CONVOLUTION = _signature(
+    "input weight bias stride padding dilation transposed output_padding groups"
+)
+_FUSED = _signature(
+    "input weight bias stride padding output_padding dilation groups activation order num_groups "
+    "norm_weight norm_bias eps precision output_dtype norm save"
+)
+_CONV_TARGETS: dict[Any, _Signature] = {
+    torch.conv_transpose1d: _CONV,
+    torch.conv_transpose2d: _CONV,
+    torch.conv_transpose3d: _CONV,
+    aten.conv_transpose1d.default: _CONV,
+    aten.conv_transpose2d.input: _CONV,
+    aten.conv_transpose3d.input: _CONV,
+    aten.convolution.default: _CONVOLUTION,
+    _fusedconv.conv_transpose_act_norm: _FUSED,
+    _fusedconv.conv_transpose_act_norm.default: _FUSED,
+    _fusedconv.conv_transpose_act_norm_traced: _FUSED[:-1],
+    _fusedconv.conv_transpose_act_norm_traced.default: _FUSED[:-1],
+}
+#: The arguments of ``functional.conv_transpose_act_norm`` that say what is convolved.
+CONV_ARGUMENTS = tuple(name for name, _ in _CONV)
+
+
+class Convolution(NamedTuple):
+    """A transposed convolution without stages: ``arguments`` are CONV_ARGUMENTS and precision,
+    ``output`` is the node of its result."""
+
+    arguments: dict[str, Any]
+    output: Node
+
+
+def convolution(node: Node) -> Convolution | None:
+    if node.op != "call_function" or node.target not in _CONV_TARGETS:
+        return None
+    found = _bound(node, _CONV_TARGETS[node.target])
+    if found is None or not found.get("transposed", True):
+        return None
+    output: Node | None = node
+    if "activation" in found:
+        if found["activation"] != "identity" or found["num_groups"] or found["norm"]:
+            return None
+        if found["output_dtype"] is not None:
+            return None
+        output = _first_output(node) if "save" in found else node
+    arguments = {name: found[name] for name in CONV_ARGUMENTS}
+    # Extents that are computed are left to those who compute them.
+    geometry = [found[name] for name in CONV_ARGUMENTS[3:]]
+    if output is None or _holds_nodes(geometry):
+        return None
+    return Convolution({**arguments, "precision": found.get("precision")}, output)
+
+
+def is_ours(node: Node) -> bool:
+    """Whether a node calls one of our operators already."""
+    return "fusedconv" in str(node.target)
+
+
+def _holds_nodes(values: Any) -> bool:
+    if isinstance(values, list | tuple):
+        return any(map(_holds_nodes, values))
+    return isinstance(values, Node)
+
+
+def _first_output(node: Node) -> Node | None:
+    """The result of an operator with several outputs of which the first is read, and once."""
+    read = [user for user in node.users if user.users]
+    if len(read) == 1 and read[0].target is operator.getitem and read[0].args == (node, 0):
+        return read[0]
+    return None
+
+
+# ---- normalisations ------------------------------------------------------------------------------
+
+_GROUP = _signature(
+    "input num_groups weight bias eps cudnn_enabled", weight=None, bias=None, eps=1e-5,
+    cudnn_enabled=True,
+)  # fmt: skip
+_FUSED_GROUP = _signature("input num_groups weight bias eps activation order output_dtype")
+_INSTANCE = _signature(
+    "input running_mean running_var weight bias use_input_stats momentum eps",
+    running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True,
+    momentum=0.1, eps=1e-5,
+)  # fmt: skip
+_INSTANCE_OPERATOR = _signature(
+    "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled"
+)
+_BATCH = _signature(
+    "input running_mean running_var weight bias training momentum eps",
+    weight=None, bias=None, training=False, momentum=0.1, eps=1e-5,
+)  # fmt: skip
+_BATCH_OPERATOR = _signature(
+    "input weight bias running_mean running_var training momentum eps cudnn_enabled"
+)
+_LAYER = _signature(
+    "input normalized_shape weight bias eps cudnn_enable",
+    weight=None, bias=None, eps=1e-5, cudnn_enable=True,
+)  # fmt: skip
+_NORM_TARGETS: dict[Any, tuple[str, _Signature]] = {
+    F.group_norm: ("group", _GROUP),
+    torch.group_norm: ("group", _GROUP),
+    aten.group_norm.default: ("group", _GROUP),
+    _fusedconv.group_norm: ("group", _FUSED_GROUP),
+    _fusedconv.group_norm.default: ("group", _FUSED_GROUP),
+    F.instance_norm: ("instance", _INSTANCE),
+    torch.instance_norm: ("instance", _INSTANCE_OPERATOR),
+    aten.instance_norm.default: ("instance", _INSTANCE_OPERATOR),
+    F.batch_norm: ("affine", _BATCH),
+    torch.batch_norm: ("affine", _BATCH_OPERATOR),
+    aten.batch_norm.default: ("affine", _BATCH_OPERATOR),
+}
+_LAYER_TARGETS = (F.layer_norm, torch.layer_norm, aten.layer_norm.default)
+
+
+class Match(NamedTuple):
+    """A stage: ``nodes`` from that which reads the input to ``nodes[-1]``, which is the result."""
+
+    stage: Stage
+    nodes: list[Node]
+
+
+def normalization(node: Node, axes: int) -> Match | str | None:
+    """The normalisation that begins with ``node``; why it cannot be fused; None where it is none.
+    ``axes`` is the number of spatial axes."""
+    if node.op == "call_function" and node.target in _NORM_TARGETS:
+        kind, signature = _NORM_TARGETS[node.target]
+        found = _bound(node, signature)
+        if found is None:
+            return "its arguments are not understood"
+        return _normalization(node, kind, found)
+    order = _permutation(node)
+    if order == (0, *range(2, axes + 2), 1):
+        return _layer_norm(node, axes)
+    return None
+
+
+def _normalization(node: Node, kind: str, found: dict[str, Any]) -> Match | str:
+    weight, bias, eps = found["weight"], found["bias"], found["eps"]
+    if kind == "group":
+        output: Node | None = node
+        if "activation" in found:
+            if found["activation"] != "identity" or found["output_dtype"] is not None:
+                return "it has an activation of its own"
+            output = _first_output(node)
+            if output is None:
+                return "its statistics are read"
+        assert output is not None
+        nodes = [node] if output is node else [node, output]
+        return Match(Normalization(kind, weight, bias, eps, found["num_groups"]), nodes)
+    mean, var = found["running_mean"], found["running_var"]
+    if kind == "instance":
+        if mean is not None or found["use_input_stats"] is not True:
+            return "it has running statistics"
+        return Match(Normalization(kind, weight, bias, eps), [node])
+    if found["training"] is not False:
+        return "it is in training mode, and fused in evaluation mode only"
+    return Match(Normalization(kind, weight, bias, eps, None, mean, var), [node])
+
+
+def _layer_norm(node: Node, axes: int) -> Match | None:
+    """A LayerNorm of channels, between a permutation that puts them last and one that undoes it."""
+    norm = _only_user(node)
+    back = None if norm is None else _only_user(norm)
+    if norm is None or back is None or norm.target not in _LAYER_TARGETS:
+        return None
+    found = _bound(norm, _LAYER)
+    if found is None or found["input"] is not node:
+        return None
+    if len(found["normalized_shape"]) != 1:
+        return None
+    if _permutation(back) != (0, axes + 1, *range(1, axes + 1)):
+        return None
+    stage = Normalization("layer", found["weight"], found["bias"], found["eps"])
+    return Match(stage, [node, norm, back])
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _permutation(node: Node) -> tuple[int, ...] | None:
+    is_method = node.op == "call_method" and node.target == "permute"
+    is_function = node.op == "call_function" and node.target in (
+        torch.permute,
+        aten.permute.default,
+    )
+    if not (is_method or is_function) or node.kwargs:
+        return None
+    _, *dims = node.args
+    if len(dims) == 1 and isinstance(dims[0], list | tuple):
+        dims = list(dims[0])
+    order = tuple(dim for dim in dims if isinstance(dim, int))
+    return tuple(dim % len(order) for dim in order) if len(order) == len(dims) else None
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+_INPLACE = _signature("input inplace", inplace=False)
+_APPROXIMATE = _signature("input approximate", approximate="none")
+
+
+_ACTIVATION_TARGETS: dict[Any, tuple[str, _Signature]] = {
+    **dict.fromkeys(
+        (F.relu, F.relu_, torch.relu, torch.relu_, aten.relu.default, aten.relu_.default),
+        ("relu", _INPLACE),
+    ),
+    **dict.fromkeys(("relu", "relu_"), ("relu", _INPLACE)),  # methods
+    **dict.fromkeys((F.silu, aten.silu.default, aten.silu_.default), ("silu", _INPLACE)),
+    **dict.fromkeys((F.gelu, aten.gelu.default), ("gelu", _APPROXIMATE)),
+}
+
+
+def activation(node: Node) -> Match | None:
+    """The activation that ``node`` is."""
+    if node.op not in ("call_function", "call_method") or node.target not in _ACTIVATION_TARGETS:
+        return None
+    name, signature = _ACTIVATION_TARGETS[node.target]
+    found = _bound(node, signature)
+    if found is None or found.get("approximate", "none") not in ("none", "tanh"):
+        return None
+    return Match("gelu_tanh" if found.get("approximate") == "tanh" else name, [node])
+
+
+def writes_to_input(node: Node) -> bool:
+    """Whether an activation's node computes in place."""
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    return name.endswith("_") or node.kwargs.get("inplace") is True or True in node.args[1:]
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def example(value: Any) -> Tensor | None:
+    """The tensor, of no memory, that a graph's maker noted for what a node computes."""
+    if not isinstance(value, Node):
+        return None
+    for key in ("example_value", "val"):
+        if isinstance(value.meta.get(key), Tensor):
+            tensor: Tensor = value.meta[key]
+            return tensor
+    return None

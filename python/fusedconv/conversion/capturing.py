@@ -67,8 +67,8 @@ def found_in(module: nn.Module) -> Rewriting:
     capture = _captures.get(module)
     found = [] if capture is None else list(capture.found.values())
     return Rewriting(
-        list(dict.fromkeys(text for each in found for text in each.replaced)),
-        list(dict.fromkeys(text for each in found for text in each.refused)),
+        list(dict.fromkeys(item for each in found for item in each.replaced)),
+        list(dict.fromkeys(item for each in found for item in each.refused)),
     )
 
 

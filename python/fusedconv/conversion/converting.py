@@ -39,7 +39,7 @@ _OURS = (FusedConvTranspose, GroupNorm, system3.ModelNew)
 @dataclass(frozen=True)
 class Replaced:
     """Modules, by their names in the model, that one call of ours computes; ``chain`` says what.
-    ``names`` is the one module whose code was followed where ``chain`` was found in a graph."""
+    ``names`` is the one module that its first operation is in, where it was found in a graph."""
 
     names: tuple[str, ...]
     chain: str
@@ -82,10 +82,11 @@ class Conversion:
 
     @property
     def joined(self) -> tuple[Replaced, ...]:
+        looked = self._look().items()
         return tuple(
-            Replaced((name,), chain)
-            for name, found in self._look().items()
-            for chain in found.replaced
+            Replaced((_place(name, each.place),), each.text)
+            for name, found in looked
+            for each in found.replaced
         )
 
     @property
@@ -95,8 +96,13 @@ class Conversion:
 
     @property
     def kept(self) -> tuple[Kept, ...]:
-        found = self._look().items()
-        return (*self._kept, *(Kept(name, text) for name, each in found for text in each.refused))
+        looked = self._look().items()
+        refused = (
+            Kept(_place(name, each.place), each.text)
+            for name, found in looked
+            for each in found.refused
+        )
+        return (*self._kept, *refused)
 
     def _look(self) -> dict[str, Rewriting]:
         """What calls have shown; of a dry run's call it is noted, as nothing is left of that."""
@@ -126,6 +132,14 @@ class Conversion:
             f"Conversion({len(self.modules)} replacements, {len(self._followed)} followed, "
             f"{len(self.kept)} kept, dry_run={self.dry_run})"
         )
+
+
+_ROOT = "(model)"
+
+
+def _place(owner: str, within: str) -> str:
+    """The name in the model of what has the name ``within`` in the module ``owner``."""
+    return within if within and owner == _ROOT else ".".join(filter(None, (owner, within)))
 
 
 def convert(
@@ -201,7 +215,7 @@ class _Plan:
         self.kept: list[Kept] = []
         self.followed: dict[str, nn.Module] = {}
         self._mixins: dict[nn.Module, type[Converted]] = {}
-        self._names = {module: name or "(model)" for name, module in _walk(model)}
+        self._names = {module: name or _ROOT for name, module in _walk(model)}
         self._in_chains: set[nn.Module] = set()
         for module in self._names:
             if is_sequence(module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,12 +56,20 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     return graph_module
 
 
-class Rewriting(NamedTuple):
-    """What was done to a graph, as text: the chains that are calls of ours, and what stands behind
-    a chain without being in it, with the reason."""
+class Found(NamedTuple):
+    """A chain of a graph, or why something behind one is not in it, as text; ``place`` is the
+    module that its first operation is in, by its name in the module that was called, "" for that
+    itself."""
 
-    replaced: list[str]
-    refused: list[str]
+    place: str
+    text: str
+
+
+class Rewriting(NamedTuple):
+    """What was done to a graph: the chains that calls of ours replace, and what was refused."""
+
+    replaced: list[Found]
+    refused: list[Found]
 
 
 def rewrite(graph_module: GraphModule) -> Rewriting:
@@ -76,9 +85,10 @@ def rewrite(graph_module: GraphModule) -> Rewriting:
         if chain is None:
             continue
         if chain.refusal is not None:
-            done.refused.append(f"{chain}, not fused with {chain.refusal}")
+            refusal = f"{chain}, not fused with {chain.refusal}"
+            done.refused.append(Found(chain.place, refusal))
         if chain.is_new:
-            done.replaced.append(str(chain))
+            done.replaced.append(Found(chain.place, str(chain)))
             logger.debug("compile_pass: %s", chain)
             chain.replace(graph)
     if done.replaced:
@@ -135,6 +145,14 @@ class _Chain:
     def is_new(self) -> bool:
         """Whether its nodes are more than one call of ours."""
         return len(self.stages) > (self.conv is None) or not is_ours(self.nodes[0])
+
+    @property
+    def place(self) -> str:
+        """See ``Found``."""
+        stack = list(self.nodes[0].meta.get("nn_module_stack", {}).values())
+        path: str = stack[-1][0] if stack else ""
+        # torch.compile writes L['self'] for the module that it was called with.
+        return re.sub(r"^L\['\w+'\]\.?", "", path)
 
     def __str__(self) -> str:
         head = []

@@ -7,6 +7,7 @@ leaves to Python what it cannot follow, so that results are those of the code.
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -83,18 +84,24 @@ class ConvertedForward(Converted):
     a transform), they follow the original's, and so does a call in a training mode in which no
     chain was found."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original's."""
-        if is_watched() or _is_symbolic_tracing():
-            return super().forward(*args, **kwargs)
-        capture = _captures.get(self)
-        if capture is None:
-            capture = _captures[self] = _Capture(self)
-        else:
-            found = capture.found.get(self.training)
-            if found is not None and not found.replaced:
-                return super().forward(*args, **kwargs)
-        return capture.call(self, *args, **kwargs)
+    @classmethod
+    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """The forward, with the name and the signature of the original's."""
+
+        @functools.wraps(original.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_watched() or _is_symbolic_tracing():
+                return original.forward(self, *args, **kwargs)
+            capture = _captures.get(self)
+            if capture is None:
+                capture = _captures[self] = _Capture(self)
+            else:
+                found = capture.found.get(self.training)
+                if found is not None and not found.replaced:
+                    return original.forward(self, *args, **kwargs)
+            return capture.call(self, *args, **kwargs)
+
+        return {"forward": forward}
 
 
 # ---- which modules -------------------------------------------------------------------------------

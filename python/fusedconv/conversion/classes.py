@@ -23,6 +23,11 @@ class Converted(nn.Module):
     original: ClassVar[type[nn.Module]]
     _mixin: ClassVar[type[Any]]
 
+    @classmethod
+    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """What a converted ``original`` has beside what the mixin has."""
+        return {}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class was made while the program ran: pickles name what it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
@@ -45,10 +50,11 @@ def converted_class(mixin: type[Converted], original: type[nn.Module]) -> type[C
     """``mixin`` in front of ``original``; the same class each time."""
     made = _made.get((mixin, original))
     if made is None:
+        own = {"original": original, "_mixin": mixin, "__module__": mixin.__module__}
         made = type(
             f"Converted{original.__name__}",
             (mixin, original),
-            {"original": original, "_mixin": mixin, "__module__": mixin.__module__},
+            {**own, **mixin.members(original)},
         )
         watch(made)
         _made[mixin, original] = made

@@ -120,7 +120,8 @@ def compile_backend(inner: str | Backend = "inductor") -> Backend:
         compile_pass(graph_module)
         if inner == "inductor":
             # Which torch.compile does itself where it knows that this is the backend.
-            patches = {**torch._inductor.list_mode_options(mode), **(options or {})}
+            modes = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
+            patches = {**modes, **(options or {})}
             return lower(graph_module, inputs, config_patches=patches)
         given = {"mode": mode, "options": options}
         return lower(graph_module, inputs, **{k: v for k, v in given.items() if v is not None})

@@ -70,7 +70,8 @@ class ConvertedConvTranspose(Converted):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """As the original's."""
-        if takes(input) and not is_replaced(self.original):
+        dims = len(self.kernel_size) + 2
+        if takes(input) and dims - 1 <= input.dim() <= dims and not is_replaced(self.original):
             return _convolved(self, input, [], output_size)
         result: Tensor = super().forward(input, output_size)
         return result
@@ -205,6 +206,8 @@ class ConvertedSequential(Converted):
 
     def forward(self, input: Any) -> Any:
         """As the original's."""
+        if is_replaced(nn.Sequential):
+            return super().forward(input)
         for chain in chains(self):
             head = chain.modules[0]
             if len(chain.modules) == 1:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedconv.composing import departure, watch
+from fusedconv.composing import departure, is_replaced, watch
 from fusedconv.conversion.classes import Converted, original_type
 from fusedconv.functional import fold_batch_norm
 from fusedconv.problem import ORDERS
@@ -97,8 +97,11 @@ def reason_against(module: nn.Module) -> str | None:
     """Why a call of ``module`` may do more than its class, one that ``watch`` has seen; None where
     it does not."""
     kind = type(module)
-    expected = kind if issubclass(kind, Converted) else original_type(module)
-    return departure(kind.__name__, module, expected)
+    if not issubclass(kind, Converted):
+        return departure(kind.__name__, module, original_type(module))
+    if is_replaced(kind.original):
+        return f"torch.nn.{kind.original.__name__}.forward has been replaced"
+    return departure(kind.original.__name__, module, kind)
 
 
 def is_transparent(module: nn.Module) -> bool:

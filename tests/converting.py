@@ -1,0 +1,67 @@
+"""What tests of converted models share: the original beside it, and what one call computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from problems import explained
+from reference import assert_as_accurate_as_torch, cotangent
+from systems import perturbed
+from torch import Tensor, nn
+
+import fusedconv
+from fusedconv.problem import Activation, Bias, ForwardProblem
+
+#: Bounds of float32 gradients in these small models, relative to a tensor's norm.
+GRADIENT = 1e-4
+
+
+def converted(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A model, with parameters of their own, converted; and the original."""
+    perturbed(model)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.uniform_(0.5, 2)
+    original = copy.deepcopy(model)
+    fusedconv.convert(model)
+    return model, original
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the input and the parameters, as far as it has any."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    output = model(x)
+    output.backward(cotangent(output))
+    return [
+        output.detach(),
+        x.grad,
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
+
+
+def assert_same(model: nn.Module, original: nn.Module, x: Tensor) -> None:
+    """Output and gradients are those of the original, and as exact."""
+    exact = results(copy.deepcopy(original).double(), x.double())
+    ours, torchs = results(model, x), results(original, x)
+    assert_as_accurate_as_torch(ours[0], torchs[0], exact[0], floor=2e-7)
+    scale = max(value.abs().max().item() for value in exact)
+    for our, their in zip(ours[1:], torchs[1:], strict=True):
+        torch.testing.assert_close(our, their, rtol=GRADIENT, atol=1e-6 * scale)
+
+
+def calls(model: nn.Module, *args: Any) -> list[str]:
+    """What each call of ours computes, in order: its stages behind "conv" and without the bias."""
+    found = []
+    for each in explained(model, *args):
+        problem = getattr(each, "problem", None)
+        if isinstance(problem, ForwardProblem):
+            stages = [stage for stage in problem.epilogue if stage != Bias()]
+            names = [
+                stage.name if isinstance(stage, Activation) else stage.kind for stage in stages
+            ]
+            found.append(" ".join([*["conv"] * (problem.conv is not None), *names]))
+    return found

@@ -1,0 +1,406 @@
+"""Chains that forward code joins: captured by fusedconv.convert, and by a pass over graphs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from converting import assert_same, calls, converted, results
+from reference import TORCH_SCRIPTS, cotangent
+from test_composing import doubling
+from torch import nn
+from torch.nn import functional as F
+
+import fusedconv
+from fusedconv.conversion.graphs import rewrite
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Of channels, as vision models write it."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Joined(nn.Module):
+    """Every chain that graphs are searched for."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.ConvTranspose2d(4, 8, 2, 2)
+        self.norm1 = nn.GroupNorm(2, 8)
+        self.conv2 = nn.ConvTranspose2d(8, 8, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.conv3 = nn.ConvTranspose2d(8, 8, 3, bias=False, groups=2)
+        self.norm3 = nn.InstanceNorm2d(8)
+        self.conv4 = nn.ConvTranspose2d(8, 8, 1)
+        self.norm4 = LayerNorm2d(8)
+        self.act = nn.GELU("tanh")
+        self.inplace = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.inplace(self.norm1(self.conv1(x)))
+        x = self.norm2(self.conv2(x)).relu()
+        x = F.gelu(self.norm1(torch.tanh(x)))
+        x = self.norm3(F.silu(self.conv3(x), inplace=True))
+        x = self.norm1(self.act(x * 2))
+        return self.act(self.norm4(self.conv4(x)))
+
+
+CHAINS = [
+    "conv_transpose2d -> group_norm -> relu",
+    "conv_transpose2d -> batch_norm -> relu",
+    "group_norm -> gelu",
+    "conv_transpose2d -> silu -> instance_norm",
+    "gelu_tanh -> group_norm",
+    "conv_transpose2d -> layer_norm -> gelu_tanh",
+]
+CALLS = [
+    "conv group relu",
+    "conv affine relu",
+    "group gelu",
+    "conv silu instance",
+    "gelu_tanh group",
+    "conv layer gelu_tanh",
+]
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _a_clean_slate(compiled):
+    """Graphs are counted by code."""
+
+
+def test_code_is_followed(x):
+    model, original = converted(Joined().eval())
+    assert_same(model, original, x)
+    assert calls(model, x) == CALLS
+    assert calls(model, torch.cat([x, x])) == CALLS
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x), original(x), rtol=5e-2, atol=5e-2)
+
+
+def test_the_report_of_a_call(x):
+    model = Joined()
+    for dry_run in (True, False):
+        report = fusedconv.convert(model, (x,), dry_run=dry_run)
+        assert report.followed == ("(model)",)
+        assert [str(each) for each in report.joined] == [
+            f"{name}: {chain}"
+            for name, chain in zip(
+                ["conv1", "norm1", "conv3", "act", "conv4"],
+                [chain for chain in CHAINS if "batch" not in chain],
+                strict=True,
+            )
+        ]
+        assert [str(each) for each in report.kept] == [
+            "conv2: conv_transpose2d, not fused with x_2: it is in training mode, and fused in "
+            "evaluation mode only"
+        ]
+        assert type(model) is Joined or not dry_run
+    model.eval()(x)
+    assert sorted(each.chain for each in report.joined) == sorted(CHAINS)
+
+
+def test_training_mode_and_statistics_are_followed(x):
+    model, original = converted(Joined())
+    for mode in (True, False, True):
+        assert_same(model.train(mode), original.train(mode), x)
+        assert ("conv affine relu" in calls(copy.deepcopy(model), x)) != mode
+        original.load_state_dict(model.state_dict())
+
+
+def test_code_is_not_followed_if_so_asked(x):
+    model = Joined()
+    report = fusedconv.convert(model, (x,), follow=False)
+    assert report.followed == () and report.joined == ()
+    assert type(model) is Joined
+    assert set(calls(model.eval(), x)) == {"conv", "group"}
+
+
+# ---- what must not be fused ----------------------------------------------------------------------
+
+
+class Code(nn.Module):
+    """A module whose code is a function of it and the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.ConvTranspose2d(4, 8, 2, 2)
+        self.norm = nn.GroupNorm(2, 8)
+        self.seen = []
+        self.skips = False
+
+
+class ReadsTwice(Code):
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) + y
+
+
+class Writes(Code):
+    def forward(self, x):
+        x = x.clone()
+        y = self.conv(x)
+        x.add_(1)
+        return self.norm(y) + x.mean()
+
+
+class WritesTheOutput(Code):
+    def forward(self, x):
+        y = self.conv(x)
+        F.relu(y, inplace=True)
+        return self.norm(y)
+
+
+class Shifts(Code):
+    def forward(self, x):
+        return self.norm(self.conv(x) + 1)
+
+
+class NormOfLines(Code):
+    def forward(self, x):
+        y = self.conv(x)
+        return F.layer_norm(y, y.shape[-1:])
+
+
+class Transposes(Code):
+    def forward(self, x):
+        y = self.conv(x).permute(0, 3, 2, 1)
+        return F.layer_norm(y, y.shape[-1:]).permute(0, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "kind", [ReadsTwice, Writes, WritesTheOutput, Shifts, NormOfLines, Transposes]
+)
+def test_what_is_read_or_written_between_stays_apart(x, kind):
+    model, original = converted(kind())
+    if kind is Writes:  # autograd refuses it
+        torch.testing.assert_close(model(x), original(x), rtol=1e-5, atol=1e-5)
+    else:
+        assert_same(model, original, x)
+    assert calls(model, x)[0] == "conv"
+
+
+def test_why_it_stays_apart(x):
+    expected = {
+        ReadsTwice: "conv_transpose2d, not fused with group_norm: its input is read 2 times",
+        Writes: "conv_transpose2d, not fused with group_norm: other operations stand in between",
+    }
+    for kind, reason in expected.items():
+        report = fusedconv.convert(kind(), (x,))
+        assert [str(each) for each in report.kept] == [f"conv: {reason}"]
+
+
+class Branches(Code):
+    """Its attributes say what it computes, and it leaves traces in Python."""
+
+    def forward(self, x, scale=None):
+        self.seen.append(tuple(x.shape))
+        y = self.conv(x)
+        if self.skips:
+            return y
+        if x.mean() > 100:  # depends on values
+            return F.silu(y)
+        y = self.norm(y)
+        return F.relu(y) if scale is None else y * scale
+
+
+# Which torch.compile raises in itself where code goes on behind a part that it cannot follow.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_control_flow_and_side_effects_are_the_codes(x):
+    model, original = converted(Branches())
+    for _ in range(2):
+        assert_same(model, original, x)
+        assert_same(model, original, x + 200)
+        torch.testing.assert_close(model(x, 2), original(x, 2))
+        torch.testing.assert_close(model(x, scale=x.mean()), original(x, scale=x.mean()))
+        for each in (model, original):
+            each.skips = not each.skips
+    assert len(model.seen) >= 8 and set(model.seen) == {tuple(x.shape)}
+
+
+def test_hooks_of_children_run(x):
+    model, original = converted(Joined().eval())
+    model(x)
+    for name in ("conv1", "norm3", "act"):
+        handles = [each.get_submodule(name).register_forward_hook(doubling)
+                   for each in (model, original)]  # fmt: skip
+        assert_same(model, original, x)
+        for handle in handles:
+            handle.remove()
+    assert calls(model, x) == CALLS
+
+
+class Nested(nn.Module):
+    """A convolution within a sequence, an activation outside it, and modules in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Sequential(nn.ConvTranspose2d(4, 8, 2, 2), nn.GroupNorm(2, 8))
+        self.blocks = nn.ModuleList(Code() for _ in range(12))
+        for block in self.blocks:
+            block.__class__ = Block
+
+    def forward(self, x):
+        x = F.silu(self.up(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(Code):
+    def __init__(self):
+        super().__init__()
+
+    def forward(self, x):
+        return F.relu(self.norm(x), inplace=False)
+
+
+def test_a_chain_may_begin_in_a_sequence_and_classes_may_have_many_modules(x):
+    model, original = converted(Nested())
+    assert_same(model, original, x)
+    assert calls(model, x) == ["conv group silu", *12 * ["group relu"]]
+    # Called by themselves they are captured one by one, more than torch.compile has graphs by code.
+    for width, block in enumerate(model.blocks):
+        assert calls(block, torch.randn(2, 8, 3, width + 2)) == ["group relu"]
+
+
+class Closed(Code):
+    def forward(self, x):
+        return super().extra_repr() + str(F.relu(self.norm(self.conv(x))).shape)
+
+
+def test_super_in_code_and_results_that_are_no_tensors(x):
+    model, original = converted(Closed())
+    assert model(x) == original(x)
+
+
+def test_modules_that_cannot_be_followed():
+    model = nn.Module()
+    model.traced = torch.fx.symbolic_trace(Joined())
+    model.patched = Joined()
+    model.patched.forward = lambda x: x
+    report = fusedconv.convert(model)
+    assert {each.name: each.reason for each in report.kept} == {
+        "traced": "its code is not followed: it is a GraphModule, which fusedconv.compile_pass "
+        "takes",
+        "patched": "its code is not followed: it has a forward of its own",
+    }
+
+
+def test_copies_are_followed_and_reverted(x):
+    model, original = converted(Joined().eval())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert calls(other, x) == CALLS
+        fusedconv.revert(other)
+        assert type(other) is Joined
+        assert torch.equal(other(x), original(x))
+    assert calls(model, x) == CALLS
+
+
+def test_others_who_follow_the_code_see_it_as_it_is(x):
+    model, original = converted(Joined().eval())
+    expected = original(x)
+    program = torch.export.export(model, (x,)).module()
+    for followed in (
+        program,
+        torch.fx.symbolic_trace(model),
+        torch.compile(model, backend="aot_eager", fullgraph=True),
+        lambda x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+        lambda x: torch.func.vmap(model)(x[None])[0],
+    ):
+        torch.testing.assert_close(followed(x), expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- the pass ------------------------------------------------------------------------------------
+
+
+def test_the_pass_over_an_exported_program(x, caplog):
+    caplog.set_level(logging.DEBUG, logger="fusedconv")
+    model = converted(Joined().eval())[1]
+    program = torch.export.export(model, (x,)).module()
+    assert fusedconv.compile_pass(program) is program
+    chains = [r.getMessage() for r in caplog.records if "compile_pass" in r.getMessage()]
+    assert chains == [f"compile_pass: {chain}" for chain in CHAINS]
+    assert_same(program, model, x)
+    assert calls(program, x) == CALLS
+    assert rewrite(program).replaced == []
+
+
+def test_the_pass_in_front_of_a_compiler(x):
+    model = converted(Joined().eval())[1]
+    compiled = torch.compile(model, backend=fusedconv.compile_backend("aot_eager"), fullgraph=True)
+    assert_same(compiled, model, x)
+    graphs = []
+
+    def seen(graph_module, inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=fusedconv.compile_backend(seen), dynamic=True)
+    for shape in ((2, 4, 3, 5), (5, 4, 6, 7), (3, 4, 2, 9)):
+        torch.testing.assert_close(compiled(torch.ones(shape)), model(torch.ones(shape)))
+    assert len(graphs) == 1
+    names = [getattr(node.target, "__name__", "") for node in graphs[0].graph.nodes]
+    assert names.count("conv_transpose_act_norm") == 4
+    assert names.count("group_norm") == 2
+    assert not {"conv_transpose2d", "batch_norm", "gelu"} & set(names)
+
+
+def test_the_pass_joins_calls_of_ours(x):
+    """Converted modules are operators of ours in a graph, whose stages come from around them."""
+    model, original = converted(Joined().eval())
+    compiled = torch.compile(model, backend=fusedconv.compile_backend("eager"), fullgraph=True)
+    assert calls(compiled, x) == CALLS
+    assert_same(compiled, original, x)
+
+
+@TORCH_SCRIPTS
+def test_the_pass_in_front_of_inductor(x):
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"inductor has no C++ compiler here: {error}")
+    model = converted(Joined().eval())[1]
+    compiled = torch.compile(
+        model, backend=fusedconv.compile_backend(), options={"max_fusion_size": 8}
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_nodes_without_a_known_tensor_stay():
+    graph_module = torch.fx.symbolic_trace(Joined())
+    code = graph_module.code
+    assert fusedconv.compile_pass(graph_module).code == code
+
+
+def test_what_is_no_graph_and_no_backend_is_refused():
+    with pytest.raises(TypeError, match=r"(?s)graph_module: got .*, expected a GraphModule"):
+        fusedconv.compile_pass(Joined())
+    with pytest.raises(TypeError, match=r"inner: got 3, expected a backend's name or a callable"):
+        fusedconv.compile_backend(3)
+    with pytest.raises(torch._dynamo.exc.InvalidBackend):
+        fusedconv.compile_backend("nothing")
+
+
+def test_gradients_reach_what_is_folded(x):
+    """Of a BatchNorm of inference, whose weight and bias are trained."""
+    model, original = converted(Joined().eval())
+    for each in (model, original):
+        output = each(x)
+        output.backward(cotangent(output))
+    torch.testing.assert_close(model.norm2.weight.grad, original.norm2.weight.grad, rtol=1e-3,
+                               atol=1e-4)  # fmt: skip
+    assert len(results(model, x)) == 2 + len(list(model.parameters()))

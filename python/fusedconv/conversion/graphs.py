@@ -17,6 +17,7 @@ from fusedconv.conversion.matching import (
     CONV_ARGUMENTS,
     Convolution,
     Match,
+    Refusal,
     activation,
     convolution,
     example,
@@ -29,7 +30,7 @@ from fusedconv.conversion.stages import (
     Stage,
     activation_and_order,
     described,
-    follows,
+    joins,
     norm_of,
 )
 
@@ -135,17 +136,20 @@ def compile_backend(inner: str | Backend = "inductor") -> Backend:
 class _Chain:
     """Nodes that one call replaces: ``nodes`` in order, the last is the result."""
 
-    def __init__(self, input: Any, conv: Convolution | None, nodes: list[Node]) -> None:
+    def __init__(
+        self, input: Any, conv: Convolution | None, nodes: list[Node], stages: list[Stage]
+    ) -> None:
         self.input = input
         self.conv = conv
         self.nodes = nodes
-        self.stages: list[Stage] = []
-        self.refusal: str | None = None
+        self.stages = stages
+        self.refusal: Refusal | None = None
+        self._head = len(nodes)
 
     @property
     def is_new(self) -> bool:
         """Whether its nodes are more than one call of ours."""
-        return len(self.stages) > (self.conv is None) or not is_ours(self.nodes[0])
+        return len(self.nodes) > self._head or not is_ours(self.nodes[0])
 
     @property
     def place(self) -> str:
@@ -163,7 +167,7 @@ class _Chain:
         return described(*head, *self.stages)
 
     def add(self, match: Match) -> None:
-        self.stages.append(match.stage)
+        self.stages += match.stages
         self.nodes += match.nodes
 
     def replace(self, graph: Graph) -> None:
@@ -191,7 +195,7 @@ class _Chain:
             return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
         weight, bias = norm.weight, norm.bias
         keywords |= {"norm": norm.kind, "num_groups": norm.num_groups, "eps": norm.eps}
-        if norm.kind != "affine":
+        if norm.running_mean is None:
             keywords |= {"norm_weight": weight, "norm_bias": bias}
             return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
         folded = graph.call_function(
@@ -223,31 +227,31 @@ def _chain_from(node: Node) -> _Chain | None:
         weight = example(conv.arguments["weight"])
         axes = 0 if weight is None else weight.dim() - 2
         nodes = [node] if conv.output is node else [node, conv.output]
-        chain = _Chain(input, conv, nodes)
+        chain = _Chain(input, conv, nodes, conv.stages)
         # Without a batch the channels would be a norm's batch.
         _extend(chain, axes if tensor.dim() == axes + 2 else 0)
         return chain
     match = normalization(node, 0)
     if isinstance(match, Match):
-        return _normalised(node, [match])
+        return _normalised(match)
     first = activation(node)
     if first is not None and not writes_to_input(node):
         user = _sole_reader(node)
         match = None if user is None else normalization(user, 0)
-        if isinstance(match, Match):
-            return _normalised(node, [first, match])
+        if isinstance(match, Match) and len(match.stages) == 1:
+            return _normalised(first, match)
     return None
 
 
-def _normalised(node: Node, matches: list[Match]) -> _Chain | None:
-    """A chain without a convolution, which only GroupNorms begin."""
-    norm = norm_of([match.stage for match in matches])
-    input = node.args[0] if node.args else None
-    tensor = _served(input)
+def _normalised(head: Match, *behind: Match) -> _Chain | None:
+    """A chain without a convolution, which only GroupNorms make."""
+    stages = [stage for match in (head, *behind) for stage in match.stages]
+    input = head.nodes[0].args[0]
+    norm, tensor = norm_of(stages), _served(input)
     if norm is None or norm.kind != "group" or tensor is None or tensor.dim() < 2:
         return None
-    chain = _Chain(input, None, [])
-    for match in matches:
+    chain = _Chain(input, None, head.nodes, head.stages)
+    for match in behind:
         chain.add(match)
     _extend(chain, 0)
     return chain
@@ -259,26 +263,28 @@ def _extend(chain: _Chain, axes: int) -> None:
     while True:
         end = chain.nodes[-1]
         found = {user: _stage(user, axes) for user in end.users}
-        named = {user: match for user, match in found.items() if match is not None}
-        if not named:
+        user, match = next(
+            ((user, match) for user, match in found.items() if match is not None), (None, None)
+        )
+        if user is None or match is None:
             return
-        user, match = next(iter(named.items()))
-        if isinstance(match, str):
-            reason = match
-        elif len(end.users) > 1:
+        reason = ""
+        if isinstance(match, Refusal):
+            chain.refusal = match
+            return
+        if len(end.users) > 1:
             reason = f"its input is read {len(end.users)} times"
-        elif not follows(chain.stages, match.stage):
+        elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
         elif _sole_reader(end) is None or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
-        else:
-            chain.add(match)
-            continue
-        chain.refusal = f"{user.name}: {reason}"
-        return
+        if reason:
+            chain.refusal = Refusal(str(match), reason)
+            return
+        chain.add(match)
 
 
-def _stage(node: Node, axes: int) -> Match | str | None:
+def _stage(node: Node, axes: int) -> Match | Refusal | None:
     """The stage that begins with ``node``, or why it is none."""
     match = activation(node)
     return match if match is not None or not axes else normalization(node, axes)
@@ -295,12 +301,17 @@ def _sole_reader(node: Node) -> Node | None:
 
 
 def _adjacent(node: Node, nodes: list[Node]) -> bool:
-    """Whether ``nodes`` come behind ``node`` in order, with nothing computed among them."""
+    """Whether ``nodes`` come behind ``node`` in order, with nothing among them that computes
+    tensors."""
     ends = set(nodes)
     while ends:
         node = node.next
         if node in ends:
             ends.remove(node)
-        elif node.op not in ("placeholder", "get_attr") and node.target is not operator.getitem:
+        elif not (
+            node.op in ("placeholder", "get_attr")
+            or node.target is operator.getitem
+            or (node.op == "call_method" and node.target == "item")
+        ):
             return False
     return True

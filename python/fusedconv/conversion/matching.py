@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from fusedconv.conversion.stages import Normalization, Stage
+from fusedconv.conversion.stages import Normalization, Stage, described
 
 aten = torch.ops.aten
 _fusedconv = torch.ops.fusedconv
@@ -68,11 +68,12 @@ CONV_ARGUMENTS = tuple(name for name, _ in _CONV)
 
 
 class Convolution(NamedTuple):
-    """A transposed convolution without stages: ``arguments`` are CONV_ARGUMENTS and precision,
-    ``output`` is the node of its result."""
+    """A transposed convolution: ``arguments`` are CONV_ARGUMENTS and precision, ``output`` is the
+    node of its result. ``stages`` are those that it has already, where it is a call of ours."""
 
     arguments: dict[str, Any]
     output: Node
+    stages: list[Stage]
 
 
 def convolution(node: Node) -> Convolution | None:
@@ -82,18 +83,29 @@ def convolution(node: Node) -> Convolution | None:
     if found is None or not found.get("transposed", True):
         return None
     output: Node | None = node
-    if "activation" in found:
-        if found["activation"] != "identity" or found["num_groups"] or found["norm"]:
-            return None
+    stages: list[Stage] = []
+    if is_ours(node):
         if found["output_dtype"] is not None:
             return None
         output = _first_output(node) if "save" in found else node
+        groups = found["num_groups"] or None
+        kind = found["norm"] or ("group" if groups else None)
+        norm = (found["norm_weight"], found["norm_bias"], found["eps"], groups)
+        stages = _stages_of(found, None if kind is None else Normalization(kind, *norm))
     arguments = {name: found[name] for name in CONV_ARGUMENTS}
     # Extents that are computed are left to those who compute them.
     geometry = [found[name] for name in CONV_ARGUMENTS[3:]]
     if output is None or _holds_nodes(geometry):
         return None
-    return Convolution({**arguments, "precision": found.get("precision")}, output)
+    return Convolution({**arguments, "precision": found.get("precision")}, output, stages)
+
+
+def _stages_of(found: dict[str, Any], norm: Normalization | None) -> list[Stage]:
+    """The stages of a call of ours."""
+    name = found["activation"]
+    activations: list[Stage] = [] if name == "identity" else [name]
+    norms: list[Stage] = [] if norm is None else [norm]
+    return norms + activations if found["order"] == "norm_act" else activations + norms
 
 
 def is_ours(node: Node) -> bool:
@@ -158,21 +170,35 @@ _LAYER_TARGETS = (F.layer_norm, torch.layer_norm, aten.layer_norm.default)
 
 
 class Match(NamedTuple):
-    """A stage: ``nodes`` from that which reads the input to ``nodes[-1]``, which is the result."""
+    """Stages: ``nodes`` from that which reads the input to ``nodes[-1]``, which is the result.
+    They are one, or a normalisation and an activation in a call of ours."""
 
-    stage: Stage
+    stages: list[Stage]
     nodes: list[Node]
 
+    def __str__(self) -> str:
+        return described(*self.stages)
 
-def normalization(node: Node, axes: int) -> Match | str | None:
-    """The normalisation that begins with ``node``; why it cannot be fused; None where it is none.
-    ``axes`` is the number of spatial axes."""
+
+class Refusal(NamedTuple):
+    """What may not be a stage, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def normalization(node: Node, axes: int) -> Match | Refusal | None:
+    """The normalisation that begins with ``node``, None where it is none. ``axes`` is the number of
+    spatial axes."""
     if node.op == "call_function" and node.target in _NORM_TARGETS:
         kind, signature = _NORM_TARGETS[node.target]
         found = _bound(node, signature)
-        if found is None:
-            return "its arguments are not understood"
-        return _normalization(node, kind, found)
+        name = "batch_norm" if kind == "affine" else f"{kind}_norm"
+        match = _normalization(node, kind, found) if found else "its arguments are not understood"
+        return match if isinstance(match, Match) else Refusal(name, match)
     order = _permutation(node)
     if order == (0, *range(2, axes + 2), 1):
         return _layer_norm(node, axes)
@@ -180,26 +206,25 @@ def normalization(node: Node, axes: int) -> Match | str | None:
 
 
 def _normalization(node: Node, kind: str, found: dict[str, Any]) -> Match | str:
-    weight, bias, eps = found["weight"], found["bias"], found["eps"]
+    weight, bias, eps = found["weight"], found["bias"], _number(found["eps"])
+    if eps is None or _holds_nodes(found.get("num_groups")):
+        return "its eps or its groups are computed"
     if kind == "group":
-        output: Node | None = node
-        if "activation" in found:
-            if found["activation"] != "identity" or found["output_dtype"] is not None:
-                return "it has an activation of its own"
-            output = _first_output(node)
-            if output is None:
-                return "its statistics are read"
-        assert output is not None
-        nodes = [node] if output is node else [node, output]
-        return Match(Normalization(kind, weight, bias, eps, found["num_groups"]), nodes)
+        norm = Normalization(kind, weight, bias, eps, found["num_groups"])
+        if not is_ours(node):
+            return Match([norm], [node])
+        output = _first_output(node)
+        if output is None or found["output_dtype"] is not None:
+            return "its statistics are read, or its dtype is not the input's"
+        return Match(_stages_of(found, norm), [node, output])
     mean, var = found["running_mean"], found["running_var"]
     if kind == "instance":
         if mean is not None or found["use_input_stats"] is not True:
             return "it has running statistics"
-        return Match(Normalization(kind, weight, bias, eps), [node])
+        return Match([Normalization(kind, weight, bias, eps)], [node])
     if found["training"] is not False:
         return "it is in training mode, and fused in evaluation mode only"
-    return Match(Normalization(kind, weight, bias, eps, None, mean, var), [node])
+    return Match([Normalization(kind, weight, bias, eps, None, mean, var)], [node])
 
 
 def _layer_norm(node: Node, axes: int) -> Match | None:
@@ -211,12 +236,25 @@ def _layer_norm(node: Node, axes: int) -> Match | None:
     found = _bound(norm, _LAYER)
     if found is None or found["input"] is not node:
         return None
-    if len(found["normalized_shape"]) != 1:
+    eps = _number(found["eps"])
+    if len(found["normalized_shape"]) != 1 or eps is None:
         return None
     if _permutation(back) != (0, axes + 1, *range(1, axes + 1)):
         return None
-    stage = Normalization("layer", found["weight"], found["bias"], found["eps"])
-    return Match(stage, [node, norm, back])
+    stage = Normalization("layer", found["weight"], found["bias"], eps)
+    return Match([stage], [node, norm, back])
+
+
+def _number(value: Any) -> float | None:
+    """A float, or the value of one that torch.compile keeps symbolic, to which the graph is then
+    bound by a guard; None where it is not known before the graph runs."""
+    symbol = value.meta.get("example_value") if isinstance(value, Node) else value
+    if not isinstance(symbol, int | float | torch.SymFloat):
+        return None
+    try:
+        return float(symbol)
+    except RuntimeError:  # of data-dependent symbols
+        return None
 
 
 def _only_user(node: Node) -> Node | None:
@@ -263,7 +301,7 @@ def activation(node: Node) -> Match | None:
     found = _bound(node, signature)
     if found is None or found.get("approximate", "none") not in ("none", "tanh"):
         return None
-    return Match("gelu_tanh" if found.get("approximate") == "tanh" else name, [node])
+    return Match(["gelu_tanh" if found.get("approximate") == "tanh" else name], [node])
 
 
 def writes_to_input(node: Node) -> bool:

@@ -70,7 +70,7 @@ class ConvertedConvTranspose(Converted):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """As the original's."""
-        dims = len(self.kernel_size) + 2
+        dims = CONVOLUTIONS[self.original] + 2
         if takes(input) and dims - 1 <= input.dim() <= dims and not is_replaced(self.original):
             return _convolved(self, input, [], output_size)
         result: Tensor = super().forward(input, output_size)

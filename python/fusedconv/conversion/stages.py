@@ -73,6 +73,11 @@ def follows(stages: Sequence[Stage], stage: Stage) -> bool:
     return all(isinstance(each, str) != isinstance(stage, str) for each in stages)
 
 
+def joins(stages: Sequence[Stage], behind: Sequence[Stage]) -> bool:
+    """The same of several stages behind."""
+    return all(follows([*stages, *behind[:count]], stage) for count, stage in enumerate(behind))
+
+
 def activation_and_order(stages: Sequence[Stage]) -> tuple[str | None, str]:
     """The functions' arguments that say which activation there is, and where."""
     activation = next((stage for stage in stages if isinstance(stage, str)), None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+import fusedconv
 from fusedconv import ConvTransposeActNorm2d
 from fusedconv.models import SYSTEMS
 
@@ -20,6 +21,25 @@ pytestmark = pytest.mark.skipif(
     not (distributed.is_available() and distributed.is_gloo_available()),
     reason="this torch has no torch.distributed with gloo",
 )
+
+
+class Plain(nn.Module):
+    """A chain in a sequence, and one that the code joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.GroupNorm(2, 6), nn.SiLU())
+        self.conv_transpose = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.group_norm = nn.GroupNorm(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group_norm(nn.functional.gelu(self.conv_transpose(self.up(x))))
+
+
+def converted() -> nn.Module:
+    model = Plain()
+    fusedconv.convert(model)
+    return model
 
 
 def models() -> list[tuple[nn.Module, Tensor]]:
@@ -37,6 +57,7 @@ def models() -> list[tuple[nn.Module, Tensor]]:
             ),
             torch.rand(4, 4, 6, 5),
         ),
+        (converted(), torch.rand(4, 4, 6, 5)),
     ]
     for model, _ in cases:
         for parameter in model.parameters():
@@ -74,6 +95,8 @@ def whole(tensor: Tensor) -> Tensor:
 def train(rank: int, rendezvous: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """One rank; raises where it and a single process differ."""
     warnings.simplefilter("error")
+    # torch.compile's own, where hooks interrupt the code that it follows.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS

@@ -50,6 +50,7 @@ LAYERS = (
     "scripting",
     "modules",
     "models",
+    "conversion",
     "",  # fusedconv/__init__.py
     "testing",
     "benchmark",

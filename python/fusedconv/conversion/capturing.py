@@ -36,10 +36,9 @@ class _Capture:
     """The captured forward of one module, to be called with it, and the chains found in it so far,
     by the training mode of the call."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, code: Any) -> None:
         self.found: dict[bool, Rewriting] = {}
         self._training = module.training
-        code: Any = original_type(module).forward
         # A code object of its own: torch.compile counts graphs by code, and gives up after some.
         own = types.FunctionType(
             code.__code__.replace(), code.__globals__, code.__name__, code.__defaults__,
@@ -94,7 +93,7 @@ class ConvertedForward(Converted):
                 return original.forward(self, *args, **kwargs)
             capture = _captures.get(self)
             if capture is None:
-                capture = _captures[self] = _Capture(self)
+                capture = _captures[self] = _Capture(self, original.forward)
             else:
                 found = capture.found.get(self.training)
                 if found is not None and not found.replaced:

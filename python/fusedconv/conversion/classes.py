@@ -9,7 +9,7 @@ converted too.
 from __future__ import annotations
 
 import copyreg
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeGuard
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -67,10 +67,15 @@ def _blank(mixin: type[Converted], original: type[nn.Module]) -> nn.Module:
     return module
 
 
+def is_converted(kind: type[nn.Module]) -> TypeGuard[type[Converted]]:
+    """Whether a class is one of ``converted_class``; what others derive from these is not."""
+    return "original" in vars(kind) and issubclass(kind, Converted)
+
+
 def original_type(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before it was converted or parametrised."""
     kind = type(module)
-    if issubclass(kind, Converted):
+    if is_converted(kind):
         return kind.original
     if parametrize.is_parametrized(module):
         return kind.__bases__[0]
@@ -84,7 +89,7 @@ def convert_class(module: nn.Module, mixin: type[Converted]) -> None:
 def revert_class(module: nn.Module) -> bool:
     """Whether ``module`` was converted; it has its own class again."""
     kind = type(module)
-    if not issubclass(kind, Converted):
+    if not is_converted(kind):
         return False
     module.__class__ = kind.original
     return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedconv.composing import departure, is_replaced, watch
-from fusedconv.conversion.classes import Converted, original_type
+from fusedconv.conversion.classes import is_converted, original_type
 from fusedconv.functional import fold_batch_norm
 from fusedconv.problem import ORDERS
 
@@ -101,8 +101,8 @@ def described(*parts: Stage) -> str:
 def reason_against(module: nn.Module) -> str | None:
     """Why a call of ``module`` may do more than its class, one that ``watch`` has seen; None where
     it does not."""
-    kind = type(module)
-    if not issubclass(kind, Converted):
+    kind: Any = type(module)
+    if not is_converted(kind):
         return departure(kind.__name__, module, original_type(module))
     if is_replaced(kind.original):
         return f"torch.nn.{kind.original.__name__}.forward has been replaced"

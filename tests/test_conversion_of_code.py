@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 
 import pytest
 import torch
+from checkout import ROOT
 from converting import assert_same, calls, converted, results
+from processes import python
 from reference import TORCH_SCRIPTS, cotangent
 from test_composing import doubling
 from torch import nn
@@ -406,3 +409,16 @@ def test_gradients_reach_what_is_folded(x):
     torch.testing.assert_close(model.norm2.weight.grad, original.norm2.weight.grad, rtol=1e-3,
                                atol=1e-4)  # fmt: skip
     assert len(results(model, x)) == 2 + len(list(model.parameters()))
+
+
+def test_the_example_compares_and_times():
+    script = str(ROOT / "examples" / "compare_converted.py")
+    done = python(script, "--device", "cpu", "--batch", "1", "--size", "4", "--seconds", "0.01")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "stages.0.0, stages.0.1, stages.0.2: ConvTranspose2d -> group_norm -> gelu" in done.stdout
+    )
+    assert "up: conv_transpose2d -> group_norm -> relu" in done.stdout
+    (difference,) = re.findall(r"outputs and gradients: (\S+)", done.stdout)
+    assert float(difference) < 1e-4
+    assert re.search(r"forward and backward +\| +\d", done.stdout)

@@ -180,8 +180,37 @@ class Transposes(Code):
         return F.layer_norm(y, y.shape[-1:]).permute(0, 3, 2, 1)
 
 
+class TurnsAnotherWayBack(Code):
+    def forward(self, x):
+        y = self.conv(x).permute(0, 2, 3, 1)
+        return F.layer_norm(y, y.shape[-1:]).permute(0, 3, 2, 1)
+
+
+class StatisticsOfTheBatch(Code):
+    def forward(self, x):
+        mean, var = torch.zeros(8).to(x), torch.ones(8).to(x)
+        return F.batch_norm(self.conv(x), mean, var, training=True)
+
+
+class GivenStatistics(Code):
+    def forward(self, x):
+        mean, var = torch.zeros(8).to(x), torch.ones(8).to(x)
+        return F.instance_norm(self.conv(x), mean, var, use_input_stats=False)
+
+
 @pytest.mark.parametrize(
-    "kind", [ReadsTwice, Writes, WritesTheOutput, Shifts, NormOfLines, Transposes]
+    "kind",
+    [
+        ReadsTwice,
+        TurnsAnotherWayBack,
+        StatisticsOfTheBatch,
+        GivenStatistics,
+        Writes,
+        WritesTheOutput,
+        Shifts,
+        NormOfLines,
+        Transposes,
+    ],
 )
 def test_what_is_read_or_written_between_stays_apart(x, kind):
     model, original = converted(kind())

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import fusedconv
+from fusedconv.conversion import stages
+from fusedconv.norms import KINDS
 
 # The same examples each run, no time limit on one, no files left behind.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -211,3 +213,9 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
     yield torch.compile
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def every_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joins on this processor what is joined on GPUs."""
+    monkeypatch.setattr(stages, "PROCESSOR_KINDS", tuple(KINDS))

@@ -45,6 +45,7 @@ def image(axes=2):
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("axes", CONVS)
+@pytest.mark.usefixtures("every_norm")
 def test_a_sequence_is_one_call(axes, norm):
     for name, activation in ACTIVATIONS.items():
         parts = {norm: NORMS[norm](axes), name: activation()}
@@ -143,6 +144,7 @@ def test_state_dicts_parameters_and_optimizers_are_shared():
     torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("every_norm")
 def test_batch_norm_in_training_mode_is_torchs():
     model, original = converted(nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU()))
     for _ in range(2):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedconv
+from fusedconv.conversion import stages
 from fusedconv.conversion.graphs import rewrite
 
 
@@ -77,8 +78,23 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def _a_clean_slate(compiled):
+def _a_clean_slate(compiled, every_norm):
     """Graphs are counted by code."""
+
+
+def test_on_processors_other_norms_are_torchs(x, monkeypatch):
+    monkeypatch.setattr(stages, "PROCESSOR_KINDS", ("group", "instance"))
+    report = fusedconv.convert(Joined().eval(), (x,))
+    assert [str(each) for each in report.kept] == [
+        f"{name}: conv_transpose2d, not fused with {norm}: no kernel of ours has it on processors"
+        for name, norm in (("conv2", "batch_norm"), ("conv4", "layer_norm"))
+    ]
+    sequence = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).eval()
+    model, original = converted(sequence)
+    assert calls(model, x) == ["conv"]
+    assert_same(model, original, x)
+    (kept,) = fusedconv.convert(model).kept
+    assert kept.reason == "not fused with 0: BatchNorm2d: no kernel of ours has it on processors"
 
 
 def test_code_is_followed(x):

@@ -162,7 +162,8 @@ def results(model: nn.Module, args: Any, dtype: torch.dtype) -> list[Tensor | No
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_published_model_is_its_original(compiled, case):
+@pytest.mark.usefixtures("compiled", "every_norm")
+def test_a_published_model_is_its_original(case):
     torch.manual_seed(0)
     model, args, modules, joined = case()
     original, exact = copy.deepcopy(model), copy.deepcopy(model).double()

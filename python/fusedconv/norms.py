@@ -93,6 +93,8 @@ def _over_channels(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | 
 
 def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """``x`` [..., C] times weight [C] plus bias [C], where they are given."""
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias, x, weight)  # in one pass
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 

@@ -32,6 +32,7 @@ from fusedconv.conversion.stages import (
     described,
     joins,
     norm_of,
+    reason_against_norm,
 )
 
 logger = logging.getLogger("fusedconv")
@@ -145,6 +146,12 @@ class _Chain:
         self.stages = stages
         self.refusal: Refusal | None = None
         self._head = len(nodes)
+
+    @property
+    def device(self) -> str:
+        """The type of the device that it is computed on."""
+        tensor = example(self.input)
+        return "" if tensor is None else tensor.device.type
 
     @property
     def is_new(self) -> bool:
@@ -272,10 +279,13 @@ def _extend(chain: _Chain, axes: int) -> None:
         if isinstance(match, Refusal):
             chain.refusal = match
             return
+        norm = norm_of(match.stages)
         if len(end.users) > 1:
             reason = f"its input is read {len(end.users)} times"
         elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
+        elif norm is not None and (against := reason_against_norm(norm, chain.device)):
+            reason = against
         elif _sole_reader(end) is None or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
         if reason:

@@ -346,6 +346,66 @@ def test_modules_that_cannot_be_followed():
     }
 
 
+class Folded(Code):
+    """A chain that is joined on some devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return self.norm(self.conv(x))
+
+
+def test_a_module_that_moves_is_followed_again(x, monkeypatch):
+    every = stages.PROCESSOR_KINDS
+    monkeypatch.setattr(stages, "PROCESSOR_KINDS", ("group",))
+    model, original = converted(Folded().eval())
+    assert calls(model, x) == ["conv"]
+    monkeypatch.setattr(stages, "PROCESSOR_KINDS", every)
+    assert calls(model, x) == ["conv"]
+    assert calls(model.double(), x.double()) == ["conv affine"]
+    torch.testing.assert_close(model(x.double()), original.double()(x.double()))
+
+
+class WrittenLayerNorm2d(nn.Module):
+    """Of channels, as Segment Anything writes it."""
+
+    def __init__(self, channels, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.eps = eps
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + self.eps)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class AnotherNorm(WrittenLayerNorm2d):
+    """Not quite a LayerNorm."""
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = x / torch.sqrt(s + self.eps)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+@pytest.mark.parametrize("norm", [WrittenLayerNorm2d, LayerNorm2d, AnotherNorm])
+def test_norms_of_other_classes_in_sequences(x, norm):
+    sequence = nn.Sequential(
+        nn.ConvTranspose2d(4, 8, 2, 2), norm(8, eps=1e-3), nn.GELU(),
+        nn.ConvTranspose2d(8, 6, 2, 2), nn.GELU(),
+    )  # fmt: skip
+    model, original = converted(nn.ModuleDict({"up": sequence})["up"])
+    first = ["conv"] if norm is AnotherNorm else ["conv layer gelu"]
+    assert calls(model, x) == [*first, "conv gelu"]
+    assert_same(model, original, x)
+
+
 def test_copies_are_followed_and_reverted(x):
     model, original = converted(Joined().eval())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

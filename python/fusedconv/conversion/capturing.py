@@ -8,6 +8,7 @@ leaves to Python what it cannot follow, so that results are those of the code.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.fx import _symbolic_trace as symbolic_trace
 
 from fusedconv.conversion.classes import Converted, original_type
 from fusedconv.conversion.graphs import Rewriting, rewrite
-from fusedconv.conversion.modules import flattened, is_sequence
+from fusedconv.conversion.modules import Chain, flattened, is_sequence
 from fusedconv.conversion.stages import CONVOLUTIONS
 from fusedconv.ops import is_watched
 
@@ -83,6 +84,13 @@ class ConvertedForward(Converted):
     a transform), they follow the original's, and so does a call in a training mode in which no
     chain was found."""
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Where the module goes, chains may be found that its calls have not had so far.
+        capture = _captures.get(self)
+        if capture is not None:
+            capture.found = {mode: each for mode, each in capture.found.items() if each.replaced}
+        return super()._apply(fn, recurse)
+
     @classmethod
     def members(cls, original: type[nn.Module]) -> dict[str, Any]:
         """The forward, with the name and the signature of the original's."""
@@ -122,6 +130,20 @@ def may_join(module: nn.Module) -> bool:
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     others = [type(each).__name__ for each in called if each is not heads[0]]
     return any(map(_STAGES.search, [*names, *others]))
+
+
+def joins_others(found: list[Chain]) -> bool:
+    """Whether a sequence has a convolution and behind it a normalisation of a class that is not
+    torch's, such as a LayerNorm of channels: only graphs show what that computes."""
+    return any(
+        chain.has_convolution and _is_others_norm(behind.modules[0]) and len(chain.modules) == 1
+        for chain, behind in itertools.pairwise(found)
+    )
+
+
+def _is_others_norm(module: nn.Module) -> bool:
+    kind = original_type(module)
+    return "norm" in kind.__name__.lower() and not kind.__module__.startswith("torch.nn")
 
 
 def _is_head(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from fusedconv.conversion.capturing import (
     ConvertedForward,
     forget,
     found_in,
+    joins_others,
     may_join,
     reason_against_capture,
 )
@@ -212,6 +213,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, follow: bool) -> None:
         self.model = model
+        self._follow = follow
         self.replaced: list[Replaced] = []
         self.kept: list[Kept] = []
         self.followed: dict[str, nn.Module] = {}
@@ -266,6 +268,9 @@ class _Plan:
     def _sequence(self, sequence: nn.Module) -> None:
         """The chains of a sequence, unless one around it has them already."""
         found = list(chains(sequence))
+        if self._follow and reason_against_capture(sequence) is None and joins_others(found):
+            self._forward(sequence)
+            return
         if not any(chain.may_join for chain in found):
             return
         if "forward" in sequence.__dict__:

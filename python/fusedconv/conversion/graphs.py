@@ -46,8 +46,9 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     What is replaced: transposed convolutions with the normalisation and activation behind them (in
     either order), and GroupNorms with the activation in front or behind, where nothing else reads
     what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
-    BatchNorm of inference, and LayerNorm between the two permutations that put channels last and
-    back. The graph is one that torch.compile hands to a backend, or the module of an exported
+    BatchNorm of inference, and LayerNorm of channels, between the two permutations that put them
+    last and back or written out in arithmetic as Segment Anything has it; the last two not on
+    processors. The graph is one that torch.compile hands to a backend, or the module of an exported
     program; its nodes know what tensors they compute (``example_value`` or ``val`` in their meta),
     else convolutions and GroupNorms are not recognised for what they are and stay. Each chain is
     logged (logger ``fusedconv``, level DEBUG).
@@ -280,13 +281,13 @@ def _extend(chain: _Chain, axes: int) -> None:
             chain.refusal = match
             return
         norm = norm_of(match.stages)
-        if len(end.users) > 1:
+        if any(reader not in match.nodes for reader in end.users):
             reason = f"its input is read {len(end.users)} times"
         elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
         elif norm is not None and (against := reason_against_norm(norm, chain.device)):
             reason = against
-        elif _sole_reader(end) is None or not _adjacent(end, match.nodes):
+        elif not _reads(match.nodes[0], end) or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
         if reason:
             chain.refusal = Refusal(str(match), reason)
@@ -306,8 +307,13 @@ def _sole_reader(node: Node) -> Node | None:
     if len(node.users) != 1:
         return None
     (user,) = node.users
+    return user if _reads(user, node) and _adjacent(node, [user]) else None
+
+
+def _reads(user: Node, node: Node) -> bool:
+    """Whether ``user`` takes ``node`` for its input, and for nothing else."""
     read = [argument is node for argument in (*user.args, *user.kwargs.values())]
-    return user if read[:1] == [True] and sum(read) == 1 and _adjacent(node, [user]) else None
+    return read[:1] == [True] and sum(read) == 1
 
 
 def _adjacent(node: Node, nodes: list[Node]) -> bool:

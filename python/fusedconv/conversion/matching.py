@@ -153,6 +153,7 @@ _LAYER = _signature(
     "input normalized_shape weight bias eps cudnn_enable",
     weight=None, bias=None, eps=1e-5, cudnn_enable=True,
 )  # fmt: skip
+_MEAN = _signature("input dim keepdim", keepdim=False)
 _NORM_TARGETS: dict[Any, tuple[str, _Signature]] = {
     F.group_norm: ("group", _GROUP),
     torch.group_norm: ("group", _GROUP),
@@ -202,7 +203,7 @@ def normalization(node: Node, axes: int) -> Match | Refusal | None:
     order = _permutation(node)
     if order == (0, *range(2, axes + 2), 1):
         return _layer_norm(node, axes)
-    return None
+    return _written_layer_norm(node, axes)
 
 
 def _normalization(node: Node, kind: str, found: dict[str, Any]) -> Match | str:
@@ -243,6 +244,91 @@ def _layer_norm(node: Node, axes: int) -> Match | None:
         return None
     stage = Normalization("layer", found["weight"], found["bias"], eps)
     return Match([stage], [node, norm, back])
+
+
+def _written_layer_norm(mean: Node, axes: int) -> Match | None:
+    """The same written out in arithmetic, as Segment Anything's code has it: centred over the root
+    of the squares' mean plus eps, times weight plus bias."""
+    if not _is_mean(mean) or len(mean.users) != 2:
+        return None
+    first, second = mean.users
+    x = mean.args[0]
+    for centred, divided in ((first, second), (second, first)):
+        nodes: list[Node | None] = [mean, centred, divided]
+        for matches in (
+            _is_square,
+            _is_mean,
+            _is_sum,
+            _is_root,
+            _is_quotient,
+            _is_product,
+            _is_sum,
+        ):
+            last = nodes[-1] if len(nodes) > 3 else centred
+            user = None if last is None else _only_user(last)
+            nodes.append(user if user is not None and matches(user) else None)
+        found = [node for node in nodes if node is not None]
+        if len(found) < len(nodes):
+            continue
+        *_, variance, plus_eps, root, quotient, scaled, output = found
+        eps = _number(_other(plus_eps, variance))
+        weight = _of_channels(_other(scaled, quotient), axes)
+        bias = _of_channels(_other(output, scaled), axes)
+        if (
+            centred.target is operator.sub
+            and divided.target is operator.sub
+            and centred.args == divided.args == (x, mean)
+            and quotient.args == (divided, root)
+            and len(divided.users) == 1
+            and eps is not None
+            and weight is not None
+            and bias is not None
+        ):
+            return Match([Normalization("layer", weight, bias, eps)], found)
+    return None
+
+
+def _is_mean(node: Node) -> bool:
+    is_method = node.op == "call_method" and node.target == "mean"
+    found = _bound(node, _MEAN) if is_method or node.target is torch.mean else None
+    return found is not None and found["dim"] in (1, (1,), [1]) and found["keepdim"] is True
+
+
+def _is_square(node: Node) -> bool:
+    return node.target in ("pow", torch.pow, operator.pow) and node.args[1:] == (2,)
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is operator.add
+
+
+def _is_product(node: Node) -> bool:
+    return node.target is operator.mul
+
+
+def _is_root(node: Node) -> bool:
+    return node.target in ("sqrt", torch.sqrt)
+
+
+def _is_quotient(node: Node) -> bool:
+    return node.target is operator.truediv
+
+
+def _other(node: Node, known: Node) -> Any:
+    """The operand of two that is not the known one."""
+    left, right = node.args
+    return right if left is known else left
+
+
+def _of_channels(view: Any, axes: int) -> Any:
+    """The tensor [K] that ``view`` is [K, 1, ...] of, None where it is not."""
+    if not isinstance(view, Node) or view.target is not operator.getitem:
+        return None
+    tensor = example(view.args[0])
+    index = (slice(None), *(None,) * axes)
+    return (
+        view.args[0] if view.args[1] == index and tensor is not None and tensor.dim() == 1 else None
+    )
 
 
 def _number(value: Any) -> float | None:

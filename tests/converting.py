@@ -10,6 +10,7 @@ from problems import explained
 from reference import assert_as_accurate_as_torch, cotangent
 from systems import perturbed
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fusedconv
 from fusedconv.problem import Activation, Bias, ForwardProblem
@@ -65,3 +66,53 @@ def calls(model: nn.Module, *args: Any) -> list[str]:
             ]
             found.append(" ".join([*["conv"] * (problem.conv is not None), *names]))
     return found
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Of channels, as vision models write it."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Joined(nn.Module):
+    """Every chain that graphs are searched for."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.ConvTranspose2d(4, 8, 2, 2)
+        self.norm1 = nn.GroupNorm(2, 8)
+        self.conv2 = nn.ConvTranspose2d(8, 8, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.conv3 = nn.ConvTranspose2d(8, 8, 3, bias=False, groups=2)
+        self.norm3 = nn.InstanceNorm2d(8)
+        self.conv4 = nn.ConvTranspose2d(8, 8, 1)
+        self.norm4 = LayerNorm2d(8)
+        self.act = nn.GELU("tanh")
+        self.inplace = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x = self.inplace(self.norm1(self.conv1(x)))
+        x = self.norm2(self.conv2(x)).relu()
+        x = F.gelu(self.norm1(torch.tanh(x)))
+        x = self.norm3(F.silu(self.conv3(x), inplace=True))
+        x = self.norm1(self.act(x * 2))
+        return self.act(self.norm4(self.conv4(x)))
+
+
+CHAINS = [
+    "conv_transpose2d -> group_norm -> relu",
+    "conv_transpose2d -> batch_norm -> relu",
+    "group_norm -> gelu",
+    "conv_transpose2d -> silu -> instance_norm",
+    "gelu_tanh -> group_norm",
+    "conv_transpose2d -> layer_norm -> gelu_tanh",
+]
+CALLS = [
+    "conv group relu",
+    "conv affine relu",
+    "group gelu",
+    "conv silu instance",
+    "gelu_tanh group",
+    "conv layer gelu_tanh",
+]

@@ -1,75 +1,23 @@
-"""Chains that forward code joins: captured by fusedconv.convert, and by a pass over graphs."""
+"""Chains that forward code joins, captured by fusedconv.convert."""
 
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import re
 
 import pytest
 import torch
 from checkout import ROOT
-from converting import assert_same, calls, converted, results
+from converting import CALLS, CHAINS, Joined, LayerNorm2d, assert_same, calls, converted, results
 from processes import python
-from reference import TORCH_SCRIPTS, cotangent
+from reference import cotangent
 from test_composing import doubling
 from torch import nn
 from torch.nn import functional as F
 
 import fusedconv
 from fusedconv.conversion import stages
-from fusedconv.conversion.graphs import rewrite
-
-
-class LayerNorm2d(nn.LayerNorm):
-    """Of channels, as vision models write it."""
-
-    def forward(self, x):
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class Joined(nn.Module):
-    """Every chain that graphs are searched for."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.ConvTranspose2d(4, 8, 2, 2)
-        self.norm1 = nn.GroupNorm(2, 8)
-        self.conv2 = nn.ConvTranspose2d(8, 8, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(8)
-        self.conv3 = nn.ConvTranspose2d(8, 8, 3, bias=False, groups=2)
-        self.norm3 = nn.InstanceNorm2d(8)
-        self.conv4 = nn.ConvTranspose2d(8, 8, 1)
-        self.norm4 = LayerNorm2d(8)
-        self.act = nn.GELU("tanh")
-        self.inplace = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        x = self.inplace(self.norm1(self.conv1(x)))
-        x = self.norm2(self.conv2(x)).relu()
-        x = F.gelu(self.norm1(torch.tanh(x)))
-        x = self.norm3(F.silu(self.conv3(x), inplace=True))
-        x = self.norm1(self.act(x * 2))
-        return self.act(self.norm4(self.conv4(x)))
-
-
-CHAINS = [
-    "conv_transpose2d -> group_norm -> relu",
-    "conv_transpose2d -> batch_norm -> relu",
-    "group_norm -> gelu",
-    "conv_transpose2d -> silu -> instance_norm",
-    "gelu_tanh -> group_norm",
-    "conv_transpose2d -> layer_norm -> gelu_tanh",
-]
-CALLS = [
-    "conv group relu",
-    "conv affine relu",
-    "group gelu",
-    "conv silu instance",
-    "gelu_tanh group",
-    "conv layer gelu_tanh",
-]
 
 
 @pytest.fixture
@@ -428,81 +376,6 @@ def test_others_who_follow_the_code_see_it_as_it_is(x):
         lambda x: torch.func.vmap(model)(x[None])[0],
     ):
         torch.testing.assert_close(followed(x), expected, rtol=1e-4, atol=1e-5)
-
-
-# ---- the pass ------------------------------------------------------------------------------------
-
-
-def test_the_pass_over_an_exported_program(x, caplog):
-    caplog.set_level(logging.DEBUG, logger="fusedconv")
-    model = converted(Joined().eval())[1]
-    program = torch.export.export(model, (x,)).module()
-    assert fusedconv.compile_pass(program) is program
-    chains = [r.getMessage() for r in caplog.records if "compile_pass" in r.getMessage()]
-    assert chains == [f"compile_pass: {chain}" for chain in CHAINS]
-    assert_same(program, model, x)
-    assert calls(program, x) == CALLS
-    assert rewrite(program).replaced == []
-
-
-def test_the_pass_in_front_of_a_compiler(x):
-    model = converted(Joined().eval())[1]
-    compiled = torch.compile(model, backend=fusedconv.compile_backend("aot_eager"), fullgraph=True)
-    assert_same(compiled, model, x)
-    graphs = []
-
-    def seen(graph_module, inputs):
-        graphs.append(graph_module)
-        return graph_module
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=fusedconv.compile_backend(seen), dynamic=True)
-    for shape in ((2, 4, 3, 5), (5, 4, 6, 7), (3, 4, 2, 9)):
-        torch.testing.assert_close(compiled(torch.ones(shape)), model(torch.ones(shape)))
-    assert len(graphs) == 1
-    names = [getattr(node.target, "__name__", "") for node in graphs[0].graph.nodes]
-    assert names.count("conv_transpose_act_norm") == 4
-    assert names.count("group_norm") == 2
-    assert not {"conv_transpose2d", "batch_norm", "gelu"} & set(names)
-
-
-def test_the_pass_joins_calls_of_ours(x):
-    """Converted modules are operators of ours in a graph, whose stages come from around them."""
-    model, original = converted(Joined().eval())
-    compiled = torch.compile(model, backend=fusedconv.compile_backend("eager"), fullgraph=True)
-    assert calls(compiled, x) == CALLS
-    assert_same(compiled, original, x)
-
-
-@TORCH_SCRIPTS
-def test_the_pass_in_front_of_inductor(x):
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:
-        pytest.skip(f"inductor has no C++ compiler here: {error}")
-    model = converted(Joined().eval())[1]
-    compiled = torch.compile(
-        model, backend=fusedconv.compile_backend(), options={"max_fusion_size": 8}
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_nodes_without_a_known_tensor_stay():
-    graph_module = torch.fx.symbolic_trace(Joined())
-    code = graph_module.code
-    assert fusedconv.compile_pass(graph_module).code == code
-
-
-def test_what_is_no_graph_and_no_backend_is_refused():
-    with pytest.raises(TypeError, match=r"(?s)graph_module: got .*, expected a GraphModule"):
-        fusedconv.compile_pass(Joined())
-    with pytest.raises(TypeError, match=r"inner: got 3, expected a backend's name or a callable"):
-        fusedconv.compile_backend(3)
-    with pytest.raises(torch._dynamo.exc.InvalidBackend):
-        fusedconv.compile_backend("nothing")
 
 
 def test_gradients_reach_what_is_folded(x):

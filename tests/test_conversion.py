@@ -277,6 +277,16 @@ def test_modules_used_twice():
     assert_same(model, original, image())
 
 
+def test_a_layer_shared_with_a_module_of_ours():
+    ours = ConvTransposeActNorm2d(4, 6, 3, num_groups=2)
+    model, original = converted(
+        nn.ModuleDict({"ours": ours, "plain": nn.Sequential(conv(), ours.group_norm)})
+    )
+    for name in model:
+        assert_same(model[name], original[name], image())
+    assert type(ours.group_norm) is nn.GroupNorm
+
+
 # ---- copies --------------------------------------------------------------------------------------
 
 

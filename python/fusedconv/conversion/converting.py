@@ -241,8 +241,12 @@ class _Plan:
         if not isinstance(module, Converted):
             self._mixins[module] = mixin
 
+    def _name(self, module: nn.Module) -> str:
+        # One that is shared with a module of ours is left out of the walk.
+        return self._names.get(module, type(module).__name__)
+
     def _keep(self, module: nn.Module, reason: str) -> None:
-        self.kept.append(Kept(self._names[module], reason))
+        self.kept.append(Kept(self._name(module), reason))
 
     def _layer(self, module: nn.Module) -> None:
         """A convolution or a GroupNorm by itself."""
@@ -263,7 +267,7 @@ class _Plan:
             is_norm = kind is nn.GroupNorm
             self._plan(module, ConvertedGroupNorm if is_norm else ConvertedConvTranspose)
             if module not in self._in_chains:
-                self.replaced.append(Replaced((self._names[module],), kind.__name__))
+                self.replaced.append(Replaced((self._name(module),), kind.__name__))
 
     def _sequence(self, sequence: nn.Module) -> None:
         """The chains of a sequence, unless one around it has them already."""
@@ -283,10 +287,10 @@ class _Plan:
                 continue
             if len(chain.modules) > 1:
                 self._in_chains.update(chain.modules)
-                names = tuple(self._names[module] for module in chain.modules)
+                names = tuple(map(self._name, chain.modules))
                 self.replaced.append(Replaced(names, str(chain)))
             if chain.next is not None:
-                self._keep(chain.next, f"not fused with {self._names[head]}: {chain.reason}")
+                self._keep(chain.next, f"not fused with {self._name(head)}: {chain.reason}")
 
     def _forward(self, module: nn.Module) -> None:
         reason = reason_against_capture(module)
@@ -296,7 +300,7 @@ class _Plan:
             self._keep(module, f"its code is not followed: {reason}")
             return
         self._plan(module, ConvertedForward)
-        self.followed[self._names[module]] = module
+        self.followed[self._name(module)] = module
 
 
 def _walk(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

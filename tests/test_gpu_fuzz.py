@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from gpu_checks import FEWEST_STRICT_VALUES, fused_against_fp64, random_problem
+from gpu_checks import fused_against_fp64, random_problem
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.problem import ForwardProblem
@@ -20,6 +20,10 @@ pytestmark = pytest.mark.gpu
 LEAST_SERVED = 0.99
 #: Beside that of a single row's tests: over so many problems chance parts eager's error and ours.
 FLOORS = {"fp32": 1e-7, "tf32": 1e-5}
+#: Of float32, of values that normalisation makes 1 of: half a unit in the last place, at most.
+ROUNDING = 2**-25
+#: Of an output: over fewer chance parts eager's error and ours.
+FEWEST_VALUES = 1000
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -30,13 +34,12 @@ def test_random_problems(precision, fuzz_problems, monkeypatch, record_property)
     reasons: Counter[str] = Counter()
     for number in range(fuzz_problems):
         case = random_problem(precision, generator)
-        while precision == "fp32" and case["batch"] * case["values"] < FEWEST_STRICT_VALUES:
+        while case["batch"] * case["values"] < FEWEST_VALUES:
             case = random_problem(precision, generator)
         torch.manual_seed(number)
         with record.recording() as calls:
-            assert fused_against_fp64(
-                case, DTYPES[precision], precision, floor=FLOORS.get(precision, 0.0)
-            )
+            floor = FLOORS.get(precision, 0.0) + case["offset"] * ROUNDING
+            assert fused_against_fp64(case, DTYPES[precision], precision, floor=floor)
         explained = [explain_problem(*call) for call in calls]
         (convolution,) = (
             e for e in explained if isinstance(e.problem, ForwardProblem) and e.problem.conv

@@ -78,12 +78,15 @@ struct ChannelAffine {
   }
 };
 
+// In the forms that normalized_pack() takes, so that a value's bits do not depend on its place.
 template <bool kActivate>
 __device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
                                             Affine const& affine) {
-  x = before<kActivate>(affine.activation_before, x);
-  x = fmaf(x - channel.mean, channel.scale, channel.shift);
-  return before<kActivate>(affine.activation_after, x);
+  float value[1] = {x};
+  if constexpr (kActivate) activate_by_call(affine.activation_before, affine.quick, value);
+  value[0] = fmaf(value[0] - channel.mean, channel.scale, channel.shift);
+  if constexpr (kActivate) activate_by_call(affine.activation_after, affine.quick, value);
+  return value[0];
 }
 
 // The activation in front.

@@ -25,6 +25,14 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
+def test_info_for_programs():
+    facts = json.loads(invoke("info", "--json"))
+    assert facts["torch"] == torch.__version__
+    assert facts["build"]["cuda"] == fusedconv.build["cuda"]
+    assert facts["kernels"]["torch"] > 0
+    assert isinstance(facts["devices"], list)
+
+
 def test_info_says_what_was_compiled():
     output = invoke("info")
     assert fusedconv.__version__ in output

@@ -144,11 +144,22 @@ def _switches_kept() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _no_winners(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that nothing was tuned into."""
+    return str(tmp_path_factory.mktemp("no_winners"))
+
+
 # monkeypatch comes second, so that it puts things back before the switches are looked at.
 @pytest.fixture(autouse=True)
-def _fresh_state(_switches_kept: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test selects its kernels anew, from a fixed seed, and forces none unless it says so."""
+def _fresh_state(
+    _switches_kept: None, monkeypatch: pytest.MonkeyPatch, _no_winners: str
+) -> Iterator[None]:
+    """Each test selects its kernels anew, from a fixed seed, and forces none and tunes none unless
+    it says so."""
     monkeypatch.delenv("FUSEDCONV_KERNEL", raising=False)
+    monkeypatch.delenv("FUSEDCONV_AUTOTUNE", raising=False)
+    monkeypatch.setenv("FUSEDCONV_CACHE_DIR", _no_winners)
     fusedconv.clear_cache()
     torch.manual_seed(0)
     yield

@@ -87,12 +87,12 @@ def test_calls_that_are_watched_do_not(monkeypatch):
 
 
 def test_traced_calls_do_not(monkeypatch):
-    monkeypatch.setattr("fusedconv.ops.common._is_tracing", lambda: True)
+    monkeypatch.setattr("fusedconv.ops.watching._is_tracing", lambda: True)
     assert not goes_direct(torch.randn(2, 4))
 
 
 def test_no_call_does_where_torch_does_not_tell_of_modes(monkeypatch):
-    monkeypatch.setattr("fusedconv.ops.common._dispatch_modes", None)
+    monkeypatch.setattr("fusedconv.ops.watching._dispatch_modes", None)
     x = torch.randn(2, 4, 3)
     assert not goes_direct(x)
     torch.testing.assert_close(functional.group_norm(x, 2), nn.functional.group_norm(x, 2))

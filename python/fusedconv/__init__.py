@@ -41,6 +41,7 @@ from fusedconv.recording import Composition
 from fusedconv.registry import Registry
 from fusedconv.selection import Explanation, clear_cache
 from fusedconv.support import Support
+from fusedconv.tuning import autotune
 
 __version__: str = build["version"]
 
@@ -74,6 +75,7 @@ __all__ = [
     "Registry",
     "Residual",
     "Support",
+    "autotune",
     "build",
     "clear_cache",
     "compile_backend",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -191,6 +193,18 @@ def _capabilities() -> Mapping[str, object]:
 
 #: This machine's.
 PROCESSOR = processor(_capabilities())
+
+
+@functools.cache
+def processor_name() -> str:
+    """This machine's, as its maker calls it."""
+    # Linux tells platform.processor() the architecture, or nothing.
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 @functools.cache

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any, overload
 
 from torch import Tensor
 from torch.autograd import profiler
 
-from fusedconv import _C
+from fusedconv import _C, winners
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError
 from fusedconv.plan import (
@@ -35,6 +35,7 @@ from fusedconv.plan import (
 )
 from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.registry import FORCE_VARIABLE, Registry, registry
+from fusedconv.winners import Piece, Winner
 
 logger = logging.getLogger("fusedconv")
 
@@ -79,7 +80,7 @@ class Recent:
 
 _plans = Recent(CACHE_ENTRIES)
 _logged = Recent(CACHE_ENTRIES)
-_tuned: dict[tuple[Problem, Device], tuple[str, ...]] = {}
+_tuned: dict[tuple[Problem, Device], Winner] = {}
 
 #: The plan of a call seen before, None otherwise.
 cached: Callable[[Hashable], Any] = _plans.get
@@ -89,9 +90,11 @@ keep: Callable[[Hashable, Any], None] = _plans.put
 
 
 def clear_cache() -> None:
-    """Forgets every plan; the next call of each problem selects anew."""
+    """Forgets every plan; the next call of each problem selects anew, and reads anew what other
+    processes have tuned."""
     _plans.clear()
     _logged.clear()
+    winners.forget()
 
 
 def log_once(key: Hashable, message: str, *arguments: object) -> None:
@@ -117,7 +120,15 @@ def tune(problem: Problem, device: Device, kernels: Sequence[str] | None) -> Non
     elif isinstance(kernels, str) or len(kernels) != len(problem.parts):
         raise ValueError(f"kernels: got {kernels!r}, expected a name for each of {problem.parts}")
     else:
-        _tuned[problem, device] = tuple(kernels)
+        groups = groupby(zip(kernels, problem.parts, strict=True), key=lambda pair: pair[0])
+        named = tuple((tuple(part for _, part in group), name) for name, group in groups)
+        _tuned[problem, device] = Winner(named)
+    _plans.clear()
+
+
+def keep_winner(problem: Problem, device: Device, winner: Winner) -> None:
+    """As ``tune``, with the parts that a kernel computes together and the times of all."""
+    _tuned[problem, device] = winner
     _plans.clear()
 
 
@@ -162,20 +173,25 @@ def _admissible(
     return [candidate for candidate in found if is_named(candidate.kernel)]
 
 
-def _by_cost(problem: Problem, device: Device, forced: str | None, known: Registry) -> Choice:
-    """The cheapest division of the parts among admissible kernels."""
-    parts = problem.parts
-    best: dict[tuple[str, ...], tuple[float, tuple[tuple[Problem, Candidate], ...]]] = {(): (0, ())}
-    cheapest: dict[tuple[str, ...], tuple[Problem, Candidate]] = {}
-    refused: list[Candidate] = []
-    for count in range(1, len(parts) + 1):
-        for subset in combinations(parts, count):
+def pieces(
+    problem: Problem, device: Device, known: Registry | None = None
+) -> dict[tuple[str, ...], tuple[Problem, list[Candidate]]]:
+    """The problem restricted to each choice of its parts, and the candidates for that."""
+    known = registry() if known is None else known
+    result = {}
+    for count in range(1, len(problem.parts) + 1):
+        for subset in combinations(problem.parts, count):
             piece = _restricted(problem, subset)
-            found = _admissible(known.candidates(piece, device), subset, forced, known)
-            if found and found[0].support:
-                cheapest[subset] = (piece, found[0])
-            elif count == 1:
-                refused += found
+            result[subset] = piece, known.candidates(piece, device)
+    return result
+
+
+def division(
+    parts: tuple[str, ...], costs: Mapping[tuple[str, ...], float]
+) -> tuple[tuple[str, ...], ...] | None:
+    """The cheapest division of parts into those that have a cost together, in the order of their
+    first parts; None where there is none."""
+    best: dict[tuple[str, ...], tuple[float, tuple[tuple[str, ...], ...]]] = {(): (0, ())}
     for end in range(1, len(parts) + 1):
         for wanted in combinations(parts, end):
             options = []
@@ -184,36 +200,77 @@ def _by_cost(problem: Problem, device: Device, forced: str | None, known: Regist
                 for more in combinations(wanted[1:], count - 1):
                     subset = (wanted[0], *more)
                     rest = tuple(part for part in wanted if part not in subset)
-                    if subset in cheapest and rest in best:
-                        piece, candidate = cheapest[subset]
+                    if subset in costs and rest in best:
                         total, after = best[rest]
-                        assert candidate.cost is not None
-                        options.append((candidate.cost + total, ((piece, candidate), *after)))
+                        options.append((costs[subset] + total, (subset, *after)))
             if options:
                 best[wanted] = min(options, key=lambda option: option[0])
-    if parts not in best:
+    return best[parts][1] if parts in best else None
+
+
+def _by_cost(problem: Problem, device: Device, forced: str | None, known: Registry) -> Choice:
+    """The cheapest division of the parts among admissible kernels."""
+    cheapest: dict[tuple[str, ...], tuple[Problem, Candidate]] = {}
+    costs: dict[tuple[str, ...], float] = {}
+    refused: list[Candidate] = []
+    for subset, (piece, candidates) in pieces(problem, device, known).items():
+        found = _admissible(candidates, subset, forced, known)
+        if found and found[0].support:
+            cheapest[subset] = piece, found[0]
+            assert found[0].cost is not None
+            costs[subset] = found[0].cost
+        elif len(subset) == 1:
+            refused += found
+    divided = division(problem.parts, costs)
+    if divided is None:
         reasons = "\n".join(f"  {c.kernel.name}: {c.support.reason}" for c in refused)
         scope = f" among {forced}" if forced else ""
         raise NoKernelError(f"no kernel{scope} serves {problem} on {device}:\n{reasons}")
-    return Choice(best[parts][1], forced or "cost")
+    return Choice(tuple(cheapest[subset] for subset in divided), forced or "cost")
+
+
+def _winner(problem: Problem, device: Device) -> Winner | None:
+    """What was measured in this process, else in another one."""
+    return _tuned.get((problem, device)) or winners.kept(problem, device)
 
 
 def _by_tuning(problem: Problem, device: Device, known: Registry) -> Choice | None:
     """What was measured, None where nothing was or a kernel does not serve the problem."""
-    names = _tuned.get((problem, device))
-    if names is None:
+    winner = _winner(problem, device)
+    if winner is None:
         return None
     chosen = []
-    for name, group in groupby(zip(names, problem.parts, strict=True), key=lambda pair: pair[0]):
-        piece = _restricted(problem, [part for _, part in group])
-        found = [c for c in known.candidates(piece, device) if c.kernel.name == name]
-        if not found or not found[0].support:
+    for parts, name in winner.pieces:
+        if not parts or not set(parts) <= set(problem.parts):
+            why = "the problem has other parts"
+        else:
+            piece = _restricted(problem, parts)
+            found = [c for c in known.candidates(piece, device) if c.kernel.name == name]
+            if found and found[0].support:
+                chosen.append((piece, found[0]))
+                continue
             why = found[0].support.reason if found else "no kernel that computes this has the name"
-            message = "tuned kernel %s is passed over for %s on %s: %s"
-            log_once((name, piece, device), message, name, piece, device, why)
-            return None
-        chosen.append((piece, found[0]))
+        message = "tuned kernel %s is passed over for %s of %s on %s: %s"
+        key = (name, parts, problem, device)
+        log_once(key, message, name, ", ".join(parts), problem, device, why)
+        return None
+    # In the order that ``division`` has, in which what others read comes first.
+    taken = [part for piece, _ in chosen for part in piece.parts]
+    if sorted(taken) != sorted(problem.parts):
+        log_once(
+            (problem, device, "parts"),
+            "tuned kernels are passed over for %s: they compute %s",
+            problem,
+            ", ".join(taken),
+        )
+        return None
+    chosen.sort(key=lambda pair: problem.parts.index(pair[0].parts[0]))
     return Choice(tuple(chosen), "tuned")
+
+
+def is_tuned(problem: Problem, device: Device) -> bool:
+    """Whether kernels that were measured serve a problem."""
+    return _by_tuning(problem, device, registry()) is not None
 
 
 def choose(
@@ -340,7 +397,8 @@ class Explanation:
 
     ``kernel`` and ``provider`` join the names where parts of a backward pass have several;
     ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned" or the
-    value of FUSEDCONV_KERNEL.
+    value of FUSEDCONV_KERNEL. ``times`` are the milliseconds that kernels took where the problem
+    was tuned, by the parts computed together and the kernel's name.
     """
 
     problem: Problem
@@ -352,6 +410,11 @@ class Explanation:
     chosen: tuple[tuple[tuple[str, ...], Candidate], ...]
     candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
     chosen_by: str
+    times: Mapping[Piece, float] = field(default_factory=dict)
+
+    def _measured(self, parts: tuple[str, ...], kernel: str) -> str:
+        time = self.times.get((parts, kernel))
+        return "" if time is None else f", measured {time:.4g} ms"
 
     def __str__(self) -> str:
         how = {"cost": "", "tuned": ", tuned"}.get(self.chosen_by, f", forced by {self.chosen_by}")
@@ -360,7 +423,8 @@ class Explanation:
             label = "kernel" if parts == ("forward",) else f"kernel of {', '.join(parts)}"
             lines.append(
                 f"  {label}: {candidate.kernel.name} (provider {candidate.kernel.provider}, "
-                f"estimated {candidate.cost:.4g} ms{how})"
+                f"estimated {candidate.cost:.4g} ms{how}"
+                f"{self._measured(parts, candidate.kernel.name)})"
             )
         lines += [f"    {number}. {step}" for number, step in enumerate(self.steps, 1)]
         for part, candidates in self.candidates:
@@ -372,6 +436,7 @@ class Explanation:
                 verdict = candidate.support.reason
                 if candidate.cost is not None:
                     verdict = f"estimated {candidate.cost:.4g} ms"
+                    verdict += self._measured((part,), candidate.kernel.name)
                 lines.append(f"    {candidate.kernel.name}: {verdict}")
         return "\n".join(lines)
 
@@ -381,6 +446,7 @@ def explain_problem(problem: Problem, device: Device) -> Explanation:
     choice = choose(problem, device, forced_kernels())
     kernels = [candidate.kernel for _, candidate in choice.chosen]
     known = registry()
+    winner = _winner(problem, device)
     return Explanation(
         problem=problem,
         device=device,
@@ -394,4 +460,5 @@ def explain_problem(problem: Problem, device: Device) -> Explanation:
             for part in problem.parts
         ),
         chosen_by=choice.by,
+        times=winner.times if winner is not None and choice.by == "tuned" else {},
     )

@@ -20,8 +20,9 @@ from fusedconv.benchmark.records import METHOD, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
 from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, Suite, default_device
 from fusedconv.benchmark.summary import Summary, lines, summaries, times
-from fusedconv.benchmark.timing import Clock, Timing, floor_ms, measured_rates
+from fusedconv.benchmark.timing import floor_ms, measured_rates
 from fusedconv.benchmark.workloads import NORMS, WORKLOADS, NormWorkload, Workload
+from fusedconv.timing import Clock, Timing
 
 __all__ = [
     "CONTENDERS",

@@ -28,7 +28,8 @@ from fusedconv.benchmark.measuring import (
     measure,
     prepare,
 )
-from fusedconv.benchmark.timing import Clock, floor_ms, measured_rates
+from fusedconv.benchmark.timing import floor_ms, measured_rates
+from fusedconv.timing import Clock
 
 Emit = Callable[[dict[str, Any]], None]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,22 +14,13 @@ from torch import Tensor, nn
 
 from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
-from fusedconv.benchmark.timing import CACHE_BYTES, Clock
 from fusedconv.benchmark.workloads import WORKLOADS, Workload
+from fusedconv.device import processor_name
 from fusedconv.recording import Composition
 from fusedconv.recording import record as plan_record
 from fusedconv.selection import explain_problem
 from fusedconv.testing import sample_errors
-
-
-def _processor_name() -> str:
-    # Linux tells platform.processor() the architecture, or nothing.
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+from fusedconv.timing import CACHE_BYTES, Clock
 
 
 def device_facts(device: torch.device, index: int | None) -> dict[str, Any]:
@@ -40,7 +29,7 @@ def device_facts(device: torch.device, index: int | None) -> dict[str, Any]:
     if device.type != "cuda":
         return {
             "index": None,
-            "name": _processor_name(),
+            "name": processor_name(),
             "uuid": None,
             "threads": torch.get_num_threads(),
             "instruction_set": torch.backends.cpu.get_cpu_capability(),

@@ -5,7 +5,7 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 """
 
 from fusedconv.ops import conv_transpose, flops, group_norm
-from fusedconv.ops.common import any_requires_grad, goes_direct, is_watched
+from fusedconv.ops.common import any_requires_grad, goes_direct
 from fusedconv.ops.planning import (
     ConvCall,
     NormCall,
@@ -14,6 +14,7 @@ from fusedconv.ops.planning import (
     torch_differentiates,
 )
 from fusedconv.ops.seen import recall, remember
+from fusedconv.ops.watching import is_watched
 
 flops.register()
 

@@ -18,6 +18,7 @@ from fusedconv.layout import dense, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
 from fusedconv.ops.seen import PLAIN
+from fusedconv.ops.watching import functorch_level, is_watched
 from fusedconv.plan import BackwardPlan, BackwardTensors, ForwardPlan, Outputs
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.problem import ForwardProblem
@@ -118,40 +119,12 @@ def any_requires_grad(arguments: Iterable[object]) -> bool:
 # ---- differentiation -----------------------------------------------------------------------------
 
 try:
-    _functorch_level = torch._C._functorch.peek_interpreter_stack
-except AttributeError:  # a private name, which may move
-
-    def _functorch_level() -> None:  # type: ignore[misc]
-        return None
-
-
-try:
     #: Of ``torch.autograd.grad(..., is_grads_batched=True)``, which no transform stands for.
     _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 except AttributeError:  # a private name, which may move
 
     def _is_batched(tensor: Tensor) -> bool:
         return False
-
-
-_is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
-
-try:
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-except AttributeError:  # private names may move; then every call goes through the dispatcher
-    _dispatch_modes = None  # type: ignore[assignment]
-
-
-def is_watched() -> bool:
-    """Whether a compiler, tracer, mode or transform wants to see the calls that are made."""
-    if torch.compiler.is_compiling() or _dispatch_modes is None:
-        return True
-    return bool(
-        _dispatch_modes()
-        or _functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or _is_tracing()
-    )
 
 
 def goes_direct(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
@@ -174,7 +147,7 @@ def _has_tangent(arguments: Iterable[object]) -> bool:
 
 def _composes(arguments: Iterable[object]) -> bool:
     """Whether derivatives are asked for that no kernel has: torch's operators have them all."""
-    return _functorch_level() is not None or _has_tangent(arguments)
+    return functorch_level() is not None or _has_tangent(arguments)
 
 
 def differentiates_gradients(grad: Tensor) -> bool:

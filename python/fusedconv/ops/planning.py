@@ -15,6 +15,7 @@ from fusedconv.errors import NoKernelError
 from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
+from fusedconv.ops.watching import is_watched
 from fusedconv.plan import BackwardPlan, ForwardPlan, JoinedPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import (
@@ -26,6 +27,7 @@ from fusedconv.problem import (
 )
 from fusedconv.recording import record
 from fusedconv.selection import cached, choose, forced_kernels, plan_for
+from fusedconv.tuning import tune_call
 
 
 class ConvCall(NamedTuple):
@@ -197,6 +199,8 @@ def _hashable(value: object) -> object:
 def _planned(problem: Problem, device: torch.device, key: Hashable) -> Any:
     """The plan of a problem, kept under the key of its call and noted where somebody records."""
     where = device_record(device)
+    if not is_watched():
+        tune_call(problem, device)
     plan = plan_for(problem, where, key)
     record.note(problem, where)
     return plan
@@ -278,6 +282,7 @@ def torch_differentiates(plan: TorchPlan, device: torch.device) -> bool:
             aligned=True,
             gradients=[name for name in problem.gradients if name != "conv_output"],
         )
+        tune_call(asked, device)
         try:
             chosen = choose(asked, device_record(device), forced_kernels()).chosen
             plan.differentiates = all(c.kernel.provider == TorchForward.provider for _, c in chosen)

@@ -1,0 +1,33 @@
+"""Whether anybody but autograd wants to see the calls that are made."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    functorch_level = torch._C._functorch.peek_interpreter_stack
+except AttributeError:  # a private name, which may move
+
+    def functorch_level() -> None:  # type: ignore[misc]
+        return None
+
+
+_is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
+
+try:
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+except AttributeError:  # private names may move; then every call goes through the dispatcher
+    _dispatch_modes = None  # type: ignore[assignment]
+
+
+def is_watched() -> bool:
+    """Whether a compiler, tracer, mode or transform wants to see the calls that are made."""
+    if torch.compiler.is_compiling() or _dispatch_modes is None:
+        return True
+    return bool(
+        _dispatch_modes()
+        or functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+    )

@@ -1,0 +1,314 @@
+"""``fusedconv.autotune``: kernels chosen by their times instead of by estimates."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import ContextDecorator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedconv import selection, winners
+from fusedconv.device import device_record
+from fusedconv.kernels.torch import TorchForward
+from fusedconv.layout import dense, dense_strides
+from fusedconv.plan import BackwardKernel, BackwardTensors, Candidate, ForwardKernel
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem, Residual
+from fusedconv.timing import Call, Clock, Timing
+from fusedconv.winners import Piece, Winner
+
+logger = logging.getLogger("fusedconv")
+
+#: "1" tunes for a whole process, as ``autotune`` does.
+VARIABLE = "FUSEDCONV_AUTOTUNE"
+#: Rounds of a problem: at least and at most, the latter too where the seconds are over.
+LEAST, MOST, SECONDS = 5, 100, 2.0
+#: Standard errors that two medians are apart by where their order is certain.
+CERTAIN = 2.0
+#: How long a call waits for another thread that times.
+_WAIT_SECONDS = 60.0
+
+
+# ---- where it is asked for -----------------------------------------------------------------------
+
+_count_lock = threading.Lock()
+_open = 0
+
+
+class autotune(ContextDecorator):
+    """Within it, the first call of each problem, forward or backward, times every kernel that
+    serves it, torch's operators included, and the fastest is used and kept for later processes.
+
+    A context manager and a decorator of functions; it holds for every thread of the process, as
+    backward passes run in threads of their own, and may be nested. FUSEDCONV_AUTOTUNE=1 does the
+    same for a whole process. A problem whose winner is known is not timed again, and nothing is
+    timed where FUSEDCONV_KERNEL is set, while a CUDA graph is captured, or while torch.compile or
+    another tracer looks on. Timing takes memory for tensors of the call's sizes.
+    """
+
+    def __enter__(self) -> autotune:
+        global _open
+        with _count_lock:
+            _open += 1
+            if _open == 1:
+                selection.clear_cache()  # plans chosen by estimates
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _open
+        with _count_lock:
+            _open -= 1
+
+
+def is_active() -> bool:
+    """Whether calls are tuned. Raises ValueError where FUSEDCONV_AUTOTUNE is neither 0 nor 1."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: got {value!r}, expected 0 or 1")
+    return _open > 0 or value == "1"
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """Random tensors on a device; the user's generators are left alone."""
+
+    device: torch.device
+    generator: torch.Generator
+
+    @staticmethod
+    def on(device: torch.device) -> _Source:
+        return _Source(device, torch.Generator(device).manual_seed(0))
+
+    def strided(
+        self, shape: Iterable[int], strides: Iterable[int], dtype: torch.dtype, offset: int = 0
+    ) -> Tensor:
+        shape, strides = tuple(shape), tuple(strides)
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        values = torch.randn(
+            offset + extent, generator=self.generator, dtype=wide, device=self.device
+        )
+        return values.to(dtype).as_strided(shape, strides, offset)
+
+    def laid_out(
+        self, shape: tuple[int, ...], layout: str, dtype: torch.dtype, aligned: bool
+    ) -> Tensor:
+        strides = dense_strides(shape, layout)
+        if layout == "strided":
+            strides = tuple(2 * stride for stride in strides)
+        return self.strided(shape, strides, dtype, 0 if aligned else 1)
+
+    def vector(self, length: int, dtype: torch.dtype) -> Tensor:
+        return self.strided((length,), (1,), dtype)
+
+
+def _inputs(problem: ForwardProblem, source: _Source) -> tuple[Tensor | None, ...]:
+    """What a forward plan takes."""
+    conv, norm, channels = problem.conv, problem.norm, problem.output_channels
+    weight = None
+    if conv is not None:
+        shape = (conv.in_channels, conv.out_channels // conv.groups, *conv.kernel_size)
+        weight = source.strided(shape, conv.weight_strides, problem.dtype)
+    affine = problem.dtype if norm is None or norm.affine_dtype is None else norm.affine_dtype
+    residual = None
+    if Residual() in problem.epilogue:
+        residual = source.laid_out(problem.output_shape, problem.output_layout, problem.dtype, True)
+    return (
+        source.laid_out(problem.input_shape, problem.layout, problem.dtype, problem.aligned),
+        weight,
+        source.vector(channels, problem.dtype) if problem.bias else None,
+        source.vector(channels, affine) if norm is not None and norm.weight else None,
+        source.vector(channels, affine) if norm is not None and norm.bias else None,
+        residual,
+    )
+
+
+def _saved(problem: BackwardProblem, source: _Source) -> BackwardTensors:
+    """What a backward plan reads."""
+    forward = problem.forward
+    given: Any = _inputs(forward, source)
+    input, weight, _, norm_weight, norm_bias, residual = given
+    outputs = TorchForward().compile(forward, device_record(source.device)).run(*given)
+    conv_output = outputs.conv_output
+    if conv_output is not None:
+        conv_output = dense(conv_output, forward.output_layout)
+    shape, layout = forward.output_shape, forward.output_layout
+    grad_conv_output = None
+    if "conv_output" in problem.gradients:
+        grad_conv_output = source.laid_out(shape, layout, forward.dtype, True)
+    return BackwardTensors(
+        source.laid_out(shape, problem.grad_layout, problem.grad_dtype, problem.aligned),
+        input,
+        weight,
+        conv_output,
+        outputs.mean,
+        outputs.rstd,
+        norm_weight,
+        norm_bias,
+        residual,
+        grad_conv_output,
+    )
+
+
+def _run(candidate: Candidate, problem: Problem, device: torch.device, tensors: Any) -> Call:
+    kernel, record = candidate.kernel, device_record(device)
+    if isinstance(problem, ForwardProblem):
+        assert isinstance(kernel, ForwardKernel)
+        return functools.partial(kernel.compile(problem, record).run, *tensors)
+    assert isinstance(kernel, BackwardKernel)
+    return functools.partial(kernel.compile(problem, record).run, tensors)
+
+
+def _calls(problem: Problem, device: torch.device) -> dict[Piece, Call]:
+    """A call for each kernel that serves the problem or parts of it, run once."""
+    source = _Source.on(device)
+    tensors: Any = (
+        _inputs(problem, source) if isinstance(problem, ForwardProblem) else _saved(problem, source)
+    )
+    calls = {}
+    for parts, (piece, candidates) in selection.pieces(problem, device_record(device)).items():
+        for candidate in candidates:
+            if not candidate.support:
+                continue
+            name = candidate.kernel.name
+            try:
+                call = _run(candidate, piece, device, tensors)
+                call()
+            except RuntimeError as error:
+                logger.info("%s is not timed for %s: %s", name, piece, error)
+            else:
+                calls[parts, name] = call
+    return calls
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+def _apart(better: list[float], worse: list[float]) -> bool:
+    """Whether two medians differ by more than their standard errors explain."""
+
+    def error(times: list[float]) -> float:
+        # Of a normal distribution: quartiles are 1.349 deviations apart, and the median's error is
+        # 1.253 times the mean's.
+        low, _, high = statistics.quantiles(times, n=4)
+        return float((high - low) / 1.349 * 1.253 / len(times) ** 0.5)
+
+    distance = statistics.median(worse) - statistics.median(better)
+    return distance > CERTAIN * (error(better) + error(worse))
+
+
+def _still_open(milliseconds: dict[Piece, list[float]]) -> list[Piece]:
+    """The pieces that may yet be the fastest of their parts, where more than one may be."""
+    result: list[Piece] = []
+    for parts in dict.fromkeys(parts for parts, _ in milliseconds):
+        rivals = [piece for piece in milliseconds if piece[0] == parts]
+        best = min(rivals, key=lambda piece: statistics.median(milliseconds[piece]))
+        near = [
+            piece
+            for piece in rivals
+            if piece is not best and not _apart(milliseconds[best], milliseconds[piece])
+        ]
+        result += [best, *near] if near else []
+    return result
+
+
+def _times(calls: dict[Piece, Call], clock: Clock) -> dict[Piece, float]:
+    """Medians in milliseconds of calls taken in turns, until the order is certain; a call that is
+    certainly not the fastest of its parts is dropped after the first rounds."""
+    timings = {piece: Timing([], []) for piece in calls}
+    open_pieces, number, start = list(calls), 0, time.perf_counter()
+    while open_pieces and number < MOST:
+        clock.play(
+            number,
+            [[calls[piece]] for piece in open_pieces],
+            [timings[piece] for piece in open_pieces],
+        )
+        number += 1
+        if number >= LEAST:
+            if time.perf_counter() - start > SECONDS:
+                break
+            open_pieces = _still_open({p: timing.milliseconds for p, timing in timings.items()})
+    return {p: statistics.median(timing.milliseconds) for p, timing in timings.items()}
+
+
+def _fastest(problem: Problem, times: dict[Piece, float]) -> Winner | None:
+    best: dict[tuple[str, ...], Piece] = {}
+    for piece in sorted(times, key=times.__getitem__):
+        best.setdefault(piece[0], piece)
+    costs = {parts: times[piece] for parts, piece in best.items()}
+    division = selection.division(problem.parts, costs)
+    if division is None:
+        return None
+    return Winner(tuple(best[parts] for parts in division), times)
+
+
+def measure(problem: Problem, device: torch.device) -> Winner | None:
+    """Times every kernel that serves a problem or parts of it, on tensors of its description; None
+    where none could be run. Nothing is kept."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        calls = _calls(problem, device)
+        clock = Clock(device, SECONDS, LEAST, MOST, flushes=True)
+        return _fastest(problem, _times(calls, clock))
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+_timing = threading.RLock()
+_is_timing = False
+
+
+def _can_be_timed(problem: Problem, device: torch.device) -> bool:
+    forward = problem if isinstance(problem, ForwardProblem) else problem.forward
+    if not forward.input_elements or not forward.output_elements:
+        return False
+    if device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing()
+    return device.type == "cpu"
+
+
+def tune_problem(problem: Problem, device: torch.device) -> None:
+    """Times a problem's kernels, uses the fastest from then on and keeps it, unless a winner is
+    known or the problem cannot be timed. Where memory does not suffice the log says so."""
+    global _is_timing
+    record = device_record(device)
+    if not _can_be_timed(problem, device) or selection.is_tuned(problem, record):
+        return
+    # A thread that computes a backward pass may be what the timing one waits for.
+    if not _timing.acquire(timeout=_WAIT_SECONDS):
+        return
+    try:
+        # Another thread was there first, or a kernel being timed calls an operator.
+        if _is_timing or selection.is_tuned(problem, record):
+            return
+        _is_timing = True
+        try:
+            winner = measure(problem, device)
+        except RuntimeError as error:
+            logger.info("%s is not tuned: %s", problem, error)
+            return
+        finally:
+            _is_timing = False
+        if winner is not None:
+            selection.keep_winner(problem, record, winner)
+            winners.store(problem, record, winner)
+    finally:
+        _timing.release()
+
+
+def tune_call(problem: Problem, device: torch.device) -> None:
+    """``tune_problem`` for a call that is made, where calls are tuned and none is forced."""
+    if is_active() and not selection.forced_kernels():
+        tune_problem(problem, device)

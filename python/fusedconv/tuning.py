@@ -8,7 +8,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ContextDecorator
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("fusedconv")
 VARIABLE = "FUSEDCONV_AUTOTUNE"
 #: Rounds of a problem: at least and at most, the latter too where the seconds are over.
 LEAST, MOST, SECONDS = 5, 100, 2.0
-#: Standard errors that two medians are apart by where their order is certain.
+#: Standard errors of each of two medians that they are apart by where their order is certain.
 CERTAIN = 2.0
 #: How long a call waits for another thread that times.
 _WAIT_SECONDS = 60.0
@@ -193,62 +193,50 @@ def _calls(problem: Problem, device: torch.device) -> dict[Piece, Call]:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def _apart(better: list[float], worse: list[float]) -> bool:
-    """Whether two medians differ by more than their standard errors explain."""
-
-    def error(times: list[float]) -> float:
-        # Of a normal distribution: quartiles are 1.349 deviations apart, and the median's error is
-        # 1.253 times the mean's.
-        low, _, high = statistics.quantiles(times, n=4)
-        return float((high - low) / 1.349 * 1.253 / len(times) ** 0.5)
-
-    distance = statistics.median(worse) - statistics.median(better)
-    return distance > CERTAIN * (error(better) + error(worse))
+def _error(times: list[float]) -> float:
+    """The standard error of a median."""
+    # Of a normal distribution: quartiles are 1.349 deviations apart, and the median's error is
+    # 1.253 times the mean's.
+    low, _, high = statistics.quantiles(times, n=4)
+    return float((high - low) / 1.349 * 1.253 / len(times) ** 0.5)
 
 
-def _still_open(milliseconds: dict[Piece, list[float]]) -> list[Piece]:
-    """The pieces that may yet be the fastest of their parts, where more than one may be."""
-    result: list[Piece] = []
-    for parts in dict.fromkeys(parts for parts, _ in milliseconds):
-        rivals = [piece for piece in milliseconds if piece[0] == parts]
-        best = min(rivals, key=lambda piece: statistics.median(milliseconds[piece]))
-        near = [
-            piece
-            for piece in rivals
-            if piece is not best and not _apart(milliseconds[best], milliseconds[piece])
-        ]
-        result += [best, *near] if near else []
-    return result
+def _cheapest(parts: tuple[str, ...], costs: Mapping[Piece, float]) -> tuple[Piece, ...]:
+    """The pieces that compute all parts at the lowest cost; none where they do not."""
+    best: dict[tuple[str, ...], Piece] = {}
+    for piece in sorted(costs, key=costs.__getitem__):
+        best.setdefault(piece[0], piece)
+    divided = selection.division(parts, {each: costs[piece] for each, piece in best.items()})
+    return () if divided is None else tuple(best[each] for each in divided)
 
 
-def _times(calls: dict[Piece, Call], clock: Clock) -> dict[Piece, float]:
-    """Medians in milliseconds of calls taken in turns, until the order is certain; a call that is
-    certainly not the fastest of its parts is dropped after the first rounds."""
+def _undecided(parts: tuple[str, ...], timings: Mapping[Piece, Timing]) -> list[Piece]:
+    """The pieces that were the fastest and those that may yet be; none where that is certain."""
+    medians = _medians(timings)
+    best = _cheapest(parts, medians)
+    errors = {piece: CERTAIN * _error(timings[piece].milliseconds) for piece in timings}
+    doubted = {p: medians[p] + (errors[p] if p in best else -errors[p]) for p in timings}
+    rival = _cheapest(parts, doubted)
+    return [] if rival == best else list(dict.fromkeys(best + rival))
+
+
+def _medians(timings: Mapping[Piece, Timing]) -> dict[Piece, float]:
+    return {piece: statistics.median(timing.milliseconds) for piece, timing in timings.items()}
+
+
+def _times(parts: tuple[str, ...], calls: dict[Piece, Call], clock: Clock) -> dict[Piece, float]:
+    """Medians in milliseconds of calls taken in turns, until it is certain which are the fastest:
+    after the first rounds only those go on between which it is not."""
     timings = {piece: Timing([], []) for piece in calls}
-    open_pieces, number, start = list(calls), 0, time.perf_counter()
-    while open_pieces and number < MOST:
-        clock.play(
-            number,
-            [[calls[piece]] for piece in open_pieces],
-            [timings[piece] for piece in open_pieces],
-        )
+    pieces, number, start = list(calls), 0, time.perf_counter()
+    while pieces and number < MOST:
+        clock.play(number, [[calls[p]] for p in pieces], [timings[p] for p in pieces])
         number += 1
         if number >= LEAST:
             if time.perf_counter() - start > SECONDS:
                 break
-            open_pieces = _still_open({p: timing.milliseconds for p, timing in timings.items()})
-    return {p: statistics.median(timing.milliseconds) for p, timing in timings.items()}
-
-
-def _fastest(problem: Problem, times: dict[Piece, float]) -> Winner | None:
-    best: dict[tuple[str, ...], Piece] = {}
-    for piece in sorted(times, key=times.__getitem__):
-        best.setdefault(piece[0], piece)
-    costs = {parts: times[piece] for parts, piece in best.items()}
-    division = selection.division(problem.parts, costs)
-    if division is None:
-        return None
-    return Winner(tuple(best[parts] for parts in division), times)
+            pieces = _undecided(parts, timings)
+    return _medians(timings)
 
 
 def measure(problem: Problem, device: torch.device) -> Winner | None:
@@ -261,7 +249,9 @@ def measure(problem: Problem, device: torch.device) -> Winner | None:
     ):
         calls = _calls(problem, device)
         clock = Clock(device, SECONDS, LEAST, MOST, flushes=True)
-        return _fastest(problem, _times(calls, clock))
+        times = _times(problem.parts, calls, clock)
+        pieces = _cheapest(problem.parts, times)
+        return Winner(pieces, times) if pieces else None
 
 
 # ---- calls ---------------------------------------------------------------------------------------

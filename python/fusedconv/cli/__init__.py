@@ -1,4 +1,4 @@
-"""The command ``fusedconv``: info, list, explain, demo, bench."""
+"""The command ``fusedconv``: info, list, explain, demo, bench, tune, cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fusedconv.cli.demo import demo
 from fusedconv.cli.explain import explain
 from fusedconv.cli.info import info, list_kernels
 from fusedconv.cli.options import Commands
+from fusedconv.cli.tune import cache, tune
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -18,5 +19,5 @@ def main() -> None:
     """Transposed convolution, activation and GroupNorm in fused kernels, for PyTorch."""
 
 
-for _command in (info, list_kernels, explain, demo, bench):
+for _command in (info, list_kernels, explain, demo, bench, tune, cache):
     main.add_command(_command)

@@ -12,7 +12,7 @@ from fusedconv.activations import ACTIVATIONS
 from fusedconv.cli.options import LARGEST, axes, naming_options
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.models import SYSTEMS
-from fusedconv.problem import GRADIENTS, ORDERS, BackwardProblem, ForwardProblem
+from fusedconv.problem import GRADIENTS, ORDERS, BackwardProblem, ForwardProblem, Problem
 from fusedconv.selection import explain_problem
 
 
@@ -81,11 +81,21 @@ _SOME = click.IntRange(1, LARGEST)
 @click.option("--order", type=click.Choice(ORDERS), default="act_norm", show_default=True)
 @click.option("--gradients", is_flag=True, help="Of training: the backward pass too.")
 @click.pass_context
-def explain(context: click.Context, /, system: str | None, **options: Any) -> None:
+def explain(context: click.Context, /, **options: Any) -> None:
     """Which kernel would serve a problem, and why no other. Needs no GPU.
 
     Options with a value for each axis take one for all axes too.
     """
+    device = KNOWN[options["arch"]] if options["device"] == "cuda" else PROCESSOR
+    for problem in problems(context, **options):
+        click.echo(str(explain_problem(problem, device)))
+
+
+def problems(
+    context: click.Context, /, system: str | None, arch: int, gradients: bool, **options: Any
+) -> list[Problem]:
+    """The problem that ``explain``'s options describe, and with ``gradients`` that of its backward
+    pass. ``context`` is the one in which they were given."""
     if system is not None:
         given = click.core.ParameterSource.COMMANDLINE
         for name, value in _system_sizes(system).items():
@@ -102,8 +112,6 @@ def explain(context: click.Context, /, system: str | None, **options: Any) -> No
             param_hint="'--spatial'",
         )
     precision = options.pop("precision") or ("tf32" if options["device"] == "cuda" else "fp32")
-    architecture, gradients = options.pop("arch"), options.pop("gradients")
-    device = KNOWN[architecture] if options["device"] == "cuda" else PROCESSOR
     with naming_options():
         problem = hypothetical.problem(
             dtype=benchmark.DTYPES[precision],
@@ -114,9 +122,7 @@ def explain(context: click.Context, /, system: str | None, **options: Any) -> No
             save=gradients,
             **options,
         )
-    click.echo(str(explain_problem(problem, device)))
-    if gradients:
-        click.echo(str(explain_problem(_backward(problem), device)))
+    return [problem, _backward(problem)] if gradients else [problem]
 
 
 def _backward(forward: ForwardProblem) -> BackwardProblem:

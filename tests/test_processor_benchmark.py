@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fusedconv import benchmark
-from fusedconv.benchmark import measuring, running, timing
+from fusedconv import benchmark, timing
+from fusedconv.benchmark import measuring, running
 from fusedconv.benchmark.cells import select_cells
 from fusedconv.benchmark.measuring import measure, prepare
 from fusedconv.models import SIZES

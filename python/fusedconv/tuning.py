@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ContextDecorator
+from contextlib import ContextDecorator, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -243,6 +243,7 @@ def measure(problem: Problem, device: torch.device) -> Winner | None:
     """Times every kernel that serves a problem or parts of it, on tensors of its description; None
     where none could be run. Nothing is kept."""
     with (
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),

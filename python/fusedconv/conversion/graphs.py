@@ -76,10 +76,32 @@ class Rewriting(NamedTuple):
 
 
 def rewrite(graph_module: GraphModule) -> Rewriting:
-    """``compile_pass``, and what it did."""
+    """``compile_pass``, and what it did. Where it raises, the graph is as it was."""
     if not isinstance(graph_module, GraphModule):
         raise TypeError(f"graph_module: got {shown(graph_module)}, expected a GraphModule")
-    graph = graph_module.graph
+    before = _copied(graph_module.graph)
+    try:
+        done = _rewritten(graph_module.graph)
+        if done.replaced:
+            graph_module.graph.lint()
+            graph_module.recompile()
+    except BaseException:
+        graph_module.graph = before
+        raise
+    return done
+
+
+def _copied(graph: Graph) -> Graph:
+    copied = Graph(tracer_cls=graph._tracer_cls)
+    result: Any = copied.graph_copy(graph, {}, return_output_node=True)
+    if result is not None:
+        value, output = result
+        copied.output(value, output.type).meta = dict(output.meta)
+    copied.set_codegen(graph._codegen)
+    return copied
+
+
+def _rewritten(graph: Graph) -> Rewriting:
     done = Rewriting([], [])
     for node in list(graph.nodes):
         if node._erased:
@@ -94,9 +116,6 @@ def rewrite(graph_module: GraphModule) -> Rewriting:
             done.replaced.append(Found(chain.place, str(chain)))
             logger.debug("compile_pass: %s", chain)
             chain.replace(graph)
-    if done.replaced:
-        graph.lint()
-        graph_module.recompile()
     return done
 
 
@@ -246,7 +265,7 @@ def _chain_from(node: Node) -> _Chain | None:
     if first is not None and not writes_to_input(node):
         user = _sole_reader(node)
         match = None if user is None else normalization(user, 0)
-        if isinstance(match, Match) and len(match.stages) == 1:
+        if isinstance(match, Match) and len(match.stages) == 1 and _reads(match, node):
             return _normalised(first, match)
     return None
 
@@ -254,7 +273,7 @@ def _chain_from(node: Node) -> _Chain | None:
 def _normalised(head: Match, *behind: Match) -> _Chain | None:
     """A chain without a convolution, which only GroupNorms make."""
     stages = [stage for match in (head, *behind) for stage in match.stages]
-    input = head.nodes[0].args[0]
+    input = head.input
     norm, tensor = norm_of(stages), _served(input)
     if norm is None or norm.kind != "group" or tensor is None or tensor.dim() < 2:
         return None
@@ -287,7 +306,7 @@ def _extend(chain: _Chain, axes: int) -> None:
             reason = "it is one stage too many"
         elif norm is not None and (against := reason_against_norm(norm, chain.device)):
             reason = against
-        elif not _reads(match.nodes[0], end) or not _adjacent(end, match.nodes):
+        elif not _reads(match, end) or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
         if reason:
             chain.refusal = Refusal(str(match), reason)
@@ -302,18 +321,19 @@ def _stage(node: Node, axes: int) -> Match | Refusal | None:
 
 
 def _sole_reader(node: Node) -> Node | None:
-    """The node that takes ``node`` for its input and alone reads it. Nothing is computed between
-    them, which might write to what either reads."""
+    """The node that alone reads ``node``. Nothing is computed between them, which might write to
+    what either reads."""
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    return user if _reads(user, node) and _adjacent(node, [user]) else None
+    return user if _adjacent(node, [user]) else None
 
 
-def _reads(user: Node, node: Node) -> bool:
-    """Whether ``user`` takes ``node`` for its input, and for nothing else."""
-    read = [argument is node for argument in (*user.args, *user.kwargs.values())]
-    return read[:1] == [True] and sum(read) == 1
+def _reads(match: Match, node: Node) -> bool:
+    """Whether stages take ``node`` for their input, and for nothing else."""
+    first = match.nodes[0]
+    read = [argument is node for argument in (*first.args, *first.kwargs.values())]
+    return match.input is node and sum(read) == 1
 
 
 def _adjacent(node: Node, nodes: list[Node]) -> bool:

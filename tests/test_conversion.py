@@ -337,6 +337,81 @@ def test_reverting():
     assert type(model) is nn.Sequential
 
 
+class Halved(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_parametrised_behind_their_conversion():
+    model, original = converted(network())
+    for each in (model, original):
+        parametrize.register_parametrization(each[0], "weight", Halved())
+        parametrize.register_parametrization(each[1], "bias", Halved())
+    assert calls(model, image()) == ["conv group gelu", "conv group"]
+    assert_same(model, original, image_1)
+    fusedconv.revert(model)
+    assert calls(model, image()) == []
+    assert [m.__class__.__mro__[1:] for m in model] == [m.__class__.__mro__[1:] for m in original]
+    assert_same(model, original, image_1)
+    for name in ("weight", "bias"):
+        parametrize.remove_parametrizations(model[0 if name == "weight" else 1], name)
+    assert [type(m) for m in model] == [type(m) for m in network()]
+
+
+class Wrapper:
+    """A mixin that a library puts in front of a module's class, as FSDP2 does."""
+
+
+def test_reverting_what_others_have_made_of_a_converted_class():
+    model, original = converted(network())
+    for module in (model[0], model[3]):
+        made = type(f"Wrapped{type(module).__name__}", (Wrapper, type(module)), {"kept": True})
+        module.__class__ = made
+    fusedconv.revert(model)
+    assert calls(model, image()) == []
+    assert torch.equal(model(image_1), original(image_1))
+    for module in (model[0], model[3]):
+        assert type(module).__mro__[1:3] == (Wrapper, nn.ConvTranspose2d)
+        assert type(module).kept and type(module).__name__ == "WrappedConvTranspose2d"
+
+
+def test_a_class_made_in_code_from_a_converted_one_is_not_reverted():
+    model, _ = converted(network())
+    before = [type(each) for each in model]
+
+    class Extended(type(model[3])):
+        def forward(self, x):
+            return super().forward(x)
+
+    model[3].__class__ = Extended
+    assert type(copy.deepcopy(model[3])) is Extended
+    with pytest.raises(TypeError, match=r"3: got .*Extended, .*expected a converted class"):
+        fusedconv.revert(model)
+    assert [type(each) for each in model] == [*before[:3], Extended, *before[4:]]
+
+
+class Named(nn.Module):
+    """A module whose child, parameter and buffer have names of the other kind of attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.original = conv()
+        self.members = nn.Parameter(torch.ones(6, 1, 1))
+        self.register_buffer("converted", torch.ones(6, 1, 1))
+        self.norm = nn.GroupNorm(2, 6)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.norm(self.original(x))) * self.members + self.converted
+
+
+def test_names_of_children_parameters_and_buffers_are_theirs(compiled):
+    model, original = converted(Named())
+    assert_same(model, original, image_1)
+    assert calls(model, image()) == ["conv group gelu"]
+
+
 def test_a_call_that_fails_leaves_the_model_as_it_was():
     model = network()
     with pytest.raises(ValueError, match="input: got 5 channels"):

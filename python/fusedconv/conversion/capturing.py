@@ -147,7 +147,7 @@ class ConvertedForward(Converted):
         return super()._apply(*args, **kwargs)
 
     @classmethod
-    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+    def _fusedconv_members(cls, original: type[nn.Module]) -> dict[str, Any]:
         """The forward, with the name and the signature of the original's."""
 
         @functools.wraps(original.forward)

@@ -20,7 +20,13 @@ from fusedconv.conversion.capturing import (
     may_join,
     reason_against_capture,
 )
-from fusedconv.conversion.classes import Converted, convert_class, original_type, revert_class
+from fusedconv.conversion.classes import (
+    Converted,
+    convert_class,
+    original_type,
+    revert_class,
+    reverted_type,
+)
 from fusedconv.conversion.graphs import Rewriting
 from fusedconv.conversion.modules import (
     ConvertedConvTranspose,
@@ -199,10 +205,17 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Gives every converted module within ``model``, itself included, the class it had before.
 
-    Raises TypeError where ``model`` is no Module.
+    What has been made of a converted class since, by a parametrisation or FSDP2, is made of the
+    original. Raises TypeError where ``model`` is no Module, or one within it has a class of somebody
+    else's that code made from a converted one; nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {shown(model)}, expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        try:
+            reverted_type(type(module))
+        except TypeError as error:
+            raise TypeError(f"{name or _ROOT}: {error}") from None
     for module in model.modules():
         revert_class(module)
         forget(module)

@@ -70,8 +70,12 @@ class ConvertedConvTranspose(Converted):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """As the original's."""
-        dims = CONVOLUTIONS[self.original] + 2
-        if takes(input) and dims - 1 <= input.dim() <= dims and not is_replaced(self.original):
+        dims = CONVOLUTIONS[self._fusedconv_original] + 2
+        if (
+            takes(input)
+            and dims - 1 <= input.dim() <= dims
+            and not is_replaced(self._fusedconv_original)
+        ):
             return _convolved(self, input, [], output_size)
         result: Tensor = super().forward(input, output_size)
         return result
@@ -82,7 +86,7 @@ class ConvertedGroupNorm(Converted):
 
     def forward(self, input: Tensor) -> Tensor:
         """As the original's."""
-        if takes(input) and input.dim() >= 2 and not is_replaced(self.original):
+        if takes(input) and input.dim() >= 2 and not is_replaced(self._fusedconv_original):
             return _normalised([group_norm_stage(self)], input)
         result: Tensor = super().forward(input)
         return result

@@ -134,7 +134,8 @@ def reverted_type(kind: type[Any]) -> type[Any]:
         name = kind.__name__
         for base, original in zip(kind.__bases__, bases, strict=True):
             name = name.replace(base.__name__, original.__name__)
-        made = _reverted[kind] = type(kind)(name, bases, dict(vars(kind)))
+        metaclass: Any = type(kind)
+        made = _reverted[kind] = metaclass(name, bases, dict(vars(kind)))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -135,7 +136,8 @@ def flattened(sequence: nn.Module) -> Iterator[nn.Module]:
     unless a call of one does more than to call its children."""
     for child in sequence._modules.values():
         assert child is not None
-        if is_sequence(child) and hooked("", child) is None:
+        is_plain = type(child).__call__ is nn.Module.__call__ and hooked("", child) is None
+        if is_plain and is_sequence(child):
             yield from flattened(child)
         else:
             yield child
@@ -217,13 +219,25 @@ class ConvertedSequential(Converted):
             if len(chain.modules) == 1:
                 input = head(input)
             elif chain.has_convolution and _takes_batch(head, input):
-                input = _convolved(head, input, chain.stages)
+                output = _convolved(head, input, chain.stages)
+                input = _called(chain, input) if _is_refused(chain.stages, output) else output
             elif not chain.has_convolution and takes(input) and input.dim() >= 2:
                 input = _normalised(chain.stages, input)
             else:
-                for module in chain.modules:
-                    input = module(input)
+                input = _called(chain, input)
         return input
+
+
+def _called(chain: Chain, input: Any) -> Any:
+    for module in chain.modules:
+        input = module(input)
+    return input
+
+
+def _is_refused(stages: list[Stage], output: Tensor) -> bool:
+    """Whether torch's modules raise an error: of one value an instance has no variance."""
+    norm = norm_of(stages)
+    return norm is not None and norm.kind == "instance" and prod(output.shape[2:]) == 1
 
 
 def _takes_batch(conv: Any, input: Any) -> bool:

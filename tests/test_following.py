@@ -102,7 +102,11 @@ def test_hooks_on_all_modules_see_the_model_only(x):
     model(x)
     for fresh in (model, copy.deepcopy(model)):
         seen = []
-        handle = nn.modules.module.register_module_forward_hook(lambda m, i, o: seen.append(m))  # noqa: B023
+
+        def note(module, inputs, output, seen=seen):
+            seen.append(module)
+
+        handle = nn.modules.module.register_module_forward_hook(note)
         fresh(x)
         handle.remove()
         assert seen == [fresh.conv, fresh.norm, *fresh.behind, fresh.behind, fresh]
@@ -127,6 +131,29 @@ def test_modules_move_by_an_apply_of_their_own(x):
     model, original = converted(Applied().eval())
     model(x)
     assert_same(model.double(), original.double(), x.double())
+
+
+class Folded(Up):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["code", "sequence"])
+def test_batch_norms_are_folded_where_no_gradients_are_wanted(x, sequence):
+    up = Folded()
+    model, original = converted(
+        (nn.Sequential(up.conv, up.norm, nn.GELU()) if sequence else up).eval()
+    )
+    for _ in range(2):
+        assert calls(model, x, gradients=True) == ["conv"]
+        assert calls(model, x) == ["conv affine gelu"]
+        assert_same(model, original, x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-5)
+    model = copy.deepcopy(model).requires_grad_(False)
+    assert calls(model, x, gradients=True) == ["conv affine gelu"]
+    assert calls(model, x.requires_grad_(), gradients=True) == ["conv"]
 
 
 class Keywords(Up):

@@ -35,17 +35,25 @@ _is_symbolic_tracing: Callable[[], bool] = getattr(
 )
 
 
+#: What decides which chains there are in the same code: training, and whether autograd follows.
+_Mode = tuple[bool, bool]
+
+
+def _mode_of(module: nn.Module) -> _Mode:
+    return module.training, torch.is_grad_enabled()
+
+
 class _Capture:
     """The captured forward of one module, to be called with it, and the chains found in it so far,
-    by the training mode of the call."""
+    by the mode of the call."""
 
     def __init__(self, code: Any) -> None:
-        self.found: dict[bool, Rewriting] = {}
+        self.found: dict[_Mode, Rewriting] = {}
         self._code = code
-        self._forwards: dict[bool, Callable[..., Any]] = {}
-        self._given_up: set[bool] = set()
+        self._forwards: dict[_Mode, Callable[..., Any]] = {}
+        self._given_up: set[_Mode] = set()
 
-    def _compiled(self, mode: bool) -> Callable[..., Any]:
+    def _compiled(self, mode: _Mode) -> Callable[..., Any]:
         code = self._code
         # A code object of its own: torch.compile counts graphs by code, and gives up after some.
         own = types.FunctionType(
@@ -56,7 +64,7 @@ class _Capture:
         return torch.compile(own, backend=functools.partial(self._backend, mode))
 
     def _backend(
-        self, mode: bool, graph_module: GraphModule, inputs: Sequence[Any]
+        self, mode: _Mode, graph_module: GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         called = _for_compilers_only(graph_module)
         if called is not None:
@@ -84,7 +92,7 @@ class _Capture:
         self.found = {mode: each for mode, each in self.found.items() if mode in kept}
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mode = module.training
+        mode = _mode_of(module)
         self.found.setdefault(mode, Rewriting([], []))
         forward = self._forwards.get(mode)
         if forward is None:
@@ -135,7 +143,7 @@ def _calls_hooks(module: nn.Module) -> bool:
 class ConvertedForward(Converted):
     """A module whose forward runs as the graphs that torch.compile makes of it, with the chains in
     them replaced. Where somebody else follows the code (torch.compile around it, export, a tracer,
-    a transform), they follow the original's, and so does a call in a training mode in which no
+    a transform), they follow the original's, and so does a call in a mode in which no
     chain was found. So do calls in which hooks run within it, which torch.compile guards on request
     only, and replicas of nn.DataParallel, which live for one call."""
 
@@ -163,7 +171,7 @@ class ConvertedForward(Converted):
             if capture is None:
                 capture = _captures[self] = _Capture(original.forward)
             else:
-                found = capture.found.get(self.training)
+                found = capture.found.get(_mode_of(self))
                 if found is not None and not found.replaced:
                     return original.forward(self, *args, **kwargs)
             return capture.call(self, *args, **kwargs)

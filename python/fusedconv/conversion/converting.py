@@ -168,8 +168,8 @@ def convert(
     - Sequences (torch.nn.Sequential and subclasses with its forward) compute convolution,
       [normalisation] and [activation], in either order of the two, and GroupNorm and activation, in
       one call. Normalisations are GroupNorm, InstanceNorm without running statistics and BatchNorm
-      in evaluation mode (not on processors, where no kernel of ours has it); activations ReLU,
-      GELU and SiLU.
+      in evaluation mode (where no gradients are wanted, and not on processors, where no kernel of
+      ours has it); activations ReLU, GELU and SiLU.
     - With ``follow``, modules whose forward code joins such chains are captured by torch.compile
       when they are called, and run its graphs with the chains replaced (``compile_pass``), without
       a compiler. Compiled code around the model is not changed by this; see ``compile_backend``.

@@ -27,6 +27,7 @@ from fusedconv.conversion.matching import (
 )
 from fusedconv.conversion.stages import (
     SERVED_DTYPES,
+    Normalization,
     Stage,
     activation_and_order,
     described,
@@ -46,12 +47,12 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     What is replaced: transposed convolutions with the normalisation and activation behind them (in
     either order), and GroupNorms with the activation in front or behind, where nothing else reads
     what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
-    BatchNorm of inference, and LayerNorm of channels, between the two permutations that put them
-    last and back or written out in arithmetic as Segment Anything has it; the last two not on
-    processors. The graph is one that torch.compile hands to a backend, or the module of an exported
-    program; its nodes know what tensors they compute (``example_value`` or ``val`` in their meta),
-    else convolutions and GroupNorms are not recognised for what they are and stay. Each chain is
-    logged (logger ``fusedconv``, level DEBUG).
+    BatchNorm of inference where no gradients are wanted, and LayerNorm of channels, between the two
+    permutations that put them last and back or written out in arithmetic as Segment Anything has
+    it; the last two not on processors. The graph is one that torch.compile hands to a backend, or
+    the module of an exported program; its nodes know what tensors they compute (``example_value``
+    or ``val`` in their meta), else convolutions and GroupNorms are not recognised for what they are
+    and stay. Each chain is logged (logger ``fusedconv``, level DEBUG).
 
     Raises TypeError where ``graph_module`` is no torch.fx.GraphModule.
     """
@@ -304,7 +305,7 @@ def _extend(chain: _Chain, axes: int) -> None:
             reason = f"its input is read {len(end.users)} times"
         elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
-        elif norm is not None and (against := reason_against_norm(norm, chain.device)):
+        elif norm is not None and (against := _reason_against_norm(chain, norm, match)):
             reason = against
         elif not _reads(match, end) or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
@@ -312,6 +313,11 @@ def _extend(chain: _Chain, axes: int) -> None:
             chain.refusal = Refusal(str(match), reason)
             return
         chain.add(match)
+
+
+def _reason_against_norm(chain: _Chain, norm: Normalization, match: Match) -> str | None:
+    output = example(match.nodes[-1])
+    return reason_against_norm(norm, chain.device, output is not None and output.requires_grad)
 
 
 def _stage(node: Node, axes: int) -> Match | Refusal | None:

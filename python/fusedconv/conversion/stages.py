@@ -100,8 +100,11 @@ def described(*parts: Stage) -> str:
 PROCESSOR_KINDS: tuple[str, ...] = ("group", "instance")
 
 
-def reason_against_norm(norm: Normalization, device: str) -> str | None:
-    """Why a normalisation is not joined on devices of a type; None where it is."""
+def reason_against_norm(norm: Normalization, device: str, gradients: bool = False) -> str | None:
+    """Why a normalisation is not joined on devices of a type; None where it is. ``gradients`` says
+    that autograd is to follow it."""
+    if gradients and norm.kind == "affine":
+        return "its gradients take less memory in torch"
     if device == "cpu" and norm.kind not in PROCESSOR_KINDS:
         return "no kernel of ours has it on processors"
     return None

@@ -54,10 +54,10 @@ def assert_same(model: nn.Module, original: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(our, their, rtol=GRADIENT, atol=1e-6 * scale)
 
 
-def calls(model: nn.Module, *args: Any) -> list[str]:
+def calls(model: nn.Module, *args: Any, gradients: bool = False) -> list[str]:
     """What each call of ours computes, in order: its stages behind "conv" and without the bias."""
     found = []
-    for each in explained(model, *args):
+    for each in explained(model, *args, gradients=gradients):
         problem = getattr(each, "problem", None)
         if isinstance(problem, ForwardProblem):
             stages = [stage for stage in problem.epilogue if stage != Bias()]

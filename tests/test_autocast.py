@@ -8,8 +8,11 @@ import torch
 from operators import CONV, conv_arguments, of_fakes
 from reference import assert_as_accurate_as_torch
 from systems import composition, perturbed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from fusedconv import ConvTransposeActNorm2d, GroupNorm
+from fusedconv.functional import conv_transpose_act_norm
 
 
 @pytest.mark.parametrize("num_groups", [None, 2])
@@ -54,6 +57,37 @@ def test_autocast_leaves_float64_alone():
         result = module(x)
     assert result.dtype == torch.float64
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+#: What torch returns under autocast on GPUs, by the kind of normalisation.
+OF_TORCH = {
+    None: lambda x, ones: x,
+    "group": lambda x, ones: F.group_norm(x, 2, ones, ones),
+    "layer": lambda x, ones: F.layer_norm(x.movedim(1, -1), (6,), ones, ones).movedim(-1, 1),
+    "instance": lambda x, ones: F.instance_norm(x, None, None, ones, ones),
+    "affine": lambda x, ones: F.batch_norm(x, ones, ones, ones, ones),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TORCH)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_under_autocast_on_gpus_are_torchs(kind, low):
+    previous = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", low)
+        with FakeTensorMode():
+            x, weight, ones = (
+                torch.ones(shape, device="cuda") for shape in ((2, 4, 5, 6), (4, 6, 3, 3), (6,))
+            )
+            expected = OF_TORCH[kind](F.conv_transpose2d(x, weight), ones)
+            norm = {} if kind is None else {"norm": kind, "norm_weight": ones, "norm_bias": ones}
+            groups = 2 if kind == "group" else None
+            result = conv_transpose_act_norm(x, weight, num_groups=groups, **norm)
+    finally:
+        torch.set_autocast_enabled("cuda", previous[0])
+        torch.set_autocast_dtype("cuda", previous[1])
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
 
 
 @pytest.mark.parametrize("kernel", ["torch", "cpu"])

@@ -317,24 +317,56 @@ def test_copies_pickles_replicas_and_slices_are_converted():
         torch.testing.assert_close(model(image_1), original(image_1), rtol=3e-2, atol=3e-2)
 
 
-def test_reverting():
-    model, original = converted(network())
-    assert type(model) is not nn.Sequential and isinstance(model, nn.Sequential)
-    assert type(model[0]) is not nn.ConvTranspose2d and isinstance(model[0], nn.ConvTranspose2d)
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        fusedconv.revert(other)
-        assert [type(m) for m in other.modules()] == [type(m) for m in original.modules()]
-        assert calls(other, image()) == []
-        assert torch.equal(other(image_1), original(image_1))
-    report = fusedconv.convert(model)
-    report.revert()
-    assert type(model) is nn.Sequential
-    before = [dict(vars(m)) for m in model.modules()]
-    report = fusedconv.convert(model, (image_1,), dry_run=True)
-    assert report.dry_run and len(report.replaced) == 2
-    assert "2 replacements would be made" in str(report)
-    assert before == [dict(vars(m)) for m in model.modules()]
-    assert type(model) is nn.Sequential
+def test_lazy_modules_are_called_by_their_user():
+    model = nn.Sequential(nn.LazyConvTranspose2d(6, 3), nn.LazyBatchNorm2d(), nn.ReLU())
+    with pytest.raises(ValueError, match=r"model: got 0\.weight without a shape, expected lazy"):
+        fusedconv.convert(model, (image_1,))
+    assert type(model) is nn.Sequential and type(model[0]) is nn.LazyConvTranspose2d
+    fusedconv.convert(model)
+    model(image_1)
+    report = fusedconv.convert(model.eval(), (image_1,))
+    assert "0: ConvTranspose2d" in map(str, report.replaced)
+
+
+def test_an_instance_of_one_value_is_refused_as_torch_does():
+    model, original = converted(nn.Sequential(nn.ConvTranspose2d(4, 6, 1), nn.InstanceNorm2d(6)))
+    for each in (model, original):
+        with pytest.raises(ValueError, match="more than 1 spatial element"):
+            each(image_1[..., :1, :1])
+    assert_same(model, original, image_1[..., :1])
+
+
+class Doubling(nn.Sequential):
+    """A sequence that does more than its forward."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_sequences_with_a_call_of_their_own_are_called():
+    model, original = converted(nn.Sequential(conv(), Doubling(nn.GroupNorm(2, 6)), nn.GELU()))
+    assert_same(model, original, image_1)
+    assert calls(model, image()) == ["conv", "group"]
+
+
+class Named(nn.Module):
+    """A module whose child, parameter and buffer have names of the other kind of attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.original = conv()
+        self.members = nn.Parameter(torch.ones(6, 1, 1))
+        self.register_buffer("converted", torch.ones(6, 1, 1))
+        self.norm = nn.GroupNorm(2, 6)
+
+    def forward(self, x):
+        return nn.functional.gelu(self.norm(self.original(x))) * self.members + self.converted
+
+
+def test_names_of_children_parameters_and_buffers_are_theirs(compiled):
+    model, original = converted(Named())
+    assert_same(model, original, image_1)
+    assert calls(model, image()) == ["conv group gelu"]
 
 
 def test_a_call_that_fails_leaves_the_model_as_it_was():

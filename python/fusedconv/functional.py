@@ -136,11 +136,12 @@ def conv_transpose_act_norm(
     lowers = _under_autocast(device) and input.dtype != torch.float64
     if lowers:
         # What autocast does to eager's operators: the convolution in the low precision and, on
-        # CUDA, normalisations in float32, but not BatchNorm.
+        # CUDA, GroupNorm and LayerNorm in float32.
         low = torch.get_autocast_dtype(device)
         input, weight = _lowered(input, low), _lowered(weight, low)
         bias = None if bias is None else _lowered(bias, low)
-        output_dtype = torch.float32 if normalises and kind != "affine" else None
+        widens = kind in ("group", "layer") or (kind is None and normalises)
+        output_dtype = torch.float32 if widens else None
         if input.dtype != torch.float32 or device != "cuda":
             precision = None  # which speaks of float32 on CUDA
 

@@ -18,11 +18,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.fx import _symbolic_trace as symbolic_trace
 
+from fusedconv.composing import hooked
 from fusedconv.conversion.classes import Converted, original_type
-from fusedconv.conversion.graphs import Rewriting, rewrite
+from fusedconv.conversion.graphs import Found, Rewriting, logger, rewrite
 from fusedconv.conversion.modules import Chain, flattened, is_sequence
 from fusedconv.conversion.stages import CONVOLUTIONS
 from fusedconv.ops import is_watched
@@ -33,31 +35,79 @@ _is_symbolic_tracing: Callable[[], bool] = getattr(
 )
 
 
+#: What decides which chains there are in the same code: training, and whether autograd follows.
+_Mode = tuple[bool, bool]
+
+
+def _mode_of(module: nn.Module) -> _Mode:
+    return module.training, torch.is_grad_enabled()
+
+
 class _Capture:
     """The captured forward of one module, to be called with it, and the chains found in it so far,
-    by the training mode of the call."""
+    by the mode of the call."""
 
-    def __init__(self, module: nn.Module, code: Any) -> None:
-        self.found: dict[bool, Rewriting] = {}
-        self._training = module.training
+    def __init__(self, code: Any) -> None:
+        self.found: dict[_Mode, Rewriting] = {}
+        self._code = code
+        self._forwards: dict[_Mode, Callable[..., Any]] = {}
+        self._given_up: set[_Mode] = set()
+
+    def _compiled(self, mode: _Mode) -> Callable[..., Any]:
+        code = self._code
         # A code object of its own: torch.compile counts graphs by code, and gives up after some.
         own = types.FunctionType(
             code.__code__.replace(), code.__globals__, code.__name__, code.__defaults__,
             code.__closure__,
         )  # fmt: skip
         own.__kwdefaults__ = code.__kwdefaults__
-        self._forward: Callable[..., Any] = torch.compile(own, backend=self._backend)
+        return torch.compile(own, backend=functools.partial(self._backend, mode))
 
-    def _backend(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found, done = self.found[self._training], rewrite(graph_module)
-        found.replaced.extend(done.replaced)
-        found.refused.extend(done.refused)
-        return graph_module
+    def _backend(
+        self, mode: _Mode, graph_module: GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        called = _for_compilers_only(graph_module)
+        if called is not None:
+            self._given_up.add(mode)
+            reason = f"its code is not followed: it calls {called}"
+            self.found[mode] = Rewriting([], [Found("", reason)])
+            # The code that was to run as this graph runs as it is.
+            raise import_module("torch._dynamo.exc").SkipFrame(called)
+        if mode not in self._given_up:
+            found = self.found[mode]
+            try:
+                done = rewrite(graph_module)
+            except Exception as error:
+                logger.warning("compile_pass: a graph is left as it is", exc_info=True)
+                reason = f"a graph of its code is left as it is: {type(error).__name__}: {error}"
+                done = Rewriting([], [Found("", reason)])
+            found.replaced.extend(done.replaced)
+            found.refused.extend(done.refused)
+        # The module itself would be called with the hooks on all modules.
+        return graph_module.forward
+
+    def forget_absent(self) -> None:
+        """Drops the modes in which no chain was found, so that the next calls look again."""
+        kept = {mode for mode, each in self.found.items() if each.replaced} | self._given_up
+        self.found = {mode: each for mode, each in self.found.items() if mode in kept}
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._training = module.training
-        self.found.setdefault(module.training, Rewriting([], []))
-        return self._forward(module, *args, **kwargs)
+        mode = _mode_of(module)
+        self.found.setdefault(mode, Rewriting([], []))
+        forward = self._forwards.get(mode)
+        if forward is None:
+            forward = self._forwards[mode] = self._compiled(mode)
+        return forward(module, *args, **kwargs)
+
+
+def _for_compilers_only(graph_module: GraphModule) -> str | None:
+    """An operator of higher order in a graph, by name: torch's compilers lower it, and called as it
+    is it may compute something else (a checkpoint draws random numbers anew in the backward
+    pass)."""
+    graphs = [each.graph for each in graph_module.modules() if isinstance(each, GraphModule)]
+    targets = (node.target for graph in graphs for node in graph.nodes)
+    found = (target for target in targets if isinstance(target, HigherOrderOperator))
+    return next((f"torch.ops.higher_order.{each.name()}" for each in found), None)
 
 
 _captures: WeakKeyDictionary[nn.Module, _Capture] = WeakKeyDictionary()
@@ -78,32 +128,50 @@ def forget(module: nn.Module) -> None:
     _captures.pop(module, None)
 
 
+def _calls_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module within ``module`` does more than its class's forward."""
+    inner = dict.fromkeys(module._modules.values())
+    while inner:
+        each, _ = inner.popitem()
+        if each is not None:
+            if hooked("", each) is not None:
+                return True
+            inner.update(dict.fromkeys(each._modules.values()))
+    return False
+
+
 class ConvertedForward(Converted):
     """A module whose forward runs as the graphs that torch.compile makes of it, with the chains in
     them replaced. Where somebody else follows the code (torch.compile around it, export, a tracer,
-    a transform), they follow the original's, and so does a call in a training mode in which no
-    chain was found."""
+    a transform), they follow the original's, and so does a call in a mode in which no
+    chain was found. So do calls in which hooks run within it, which torch.compile guards on request
+    only, and replicas of nn.DataParallel, which live for one call."""
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # Where the module goes, chains may be found that its calls have not had so far.
         capture = _captures.get(self)
         if capture is not None:
-            capture.found = {mode: each for mode, each in capture.found.items() if each.replaced}
-        return super()._apply(fn, recurse)
+            capture.forget_absent()
+        return super()._apply(*args, **kwargs)
 
     @classmethod
-    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+    def _fusedconv_members(cls, original: type[nn.Module]) -> dict[str, Any]:
         """The forward, with the name and the signature of the original's."""
 
         @functools.wraps(original.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_watched() or _is_symbolic_tracing():
+            if (
+                is_watched()
+                or _is_symbolic_tracing()
+                or "_is_replica" in self.__dict__
+                or _calls_hooks(self)
+            ):
                 return original.forward(self, *args, **kwargs)
             capture = _captures.get(self)
             if capture is None:
-                capture = _captures[self] = _Capture(self, original.forward)
+                capture = _captures[self] = _Capture(original.forward)
             else:
-                found = capture.found.get(self.training)
+                found = capture.found.get(_mode_of(self))
                 if found is not None and not found.replaced:
                     return original.forward(self, *args, **kwargs)
             return capture.call(self, *args, **kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from typing import Any, ClassVar, NoReturn, TypeGuard
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -18,13 +19,14 @@ from fusedconv.composing import watch
 
 
 class Converted(nn.Module):
-    """What mixins derive from. ``original`` is the class that the module had."""
+    """What mixins derive from; ``_fusedconv_original`` is the class that the module had. Names are
+    those that no module has for a parameter, buffer or child, which attributes of classes hide."""
 
-    original: ClassVar[type[nn.Module]]
-    _mixin: ClassVar[type[Any]]
+    _fusedconv_original: ClassVar[type[nn.Module]]
+    _fusedconv_mixin: ClassVar[type[Any]]
 
     @classmethod
-    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+    def _fusedconv_members(cls, original: type[nn.Module]) -> dict[str, Any]:
         """What a converted ``original`` has beside what the mixin has."""
         return {}
 
@@ -32,14 +34,14 @@ class Converted(nn.Module):
         # The class was made while the program ran: pickles name what it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (_blank, (self._mixin, self.original), *rest)
+        if make is copyreg.__newobj__ and is_converted(type(self)):  # type: ignore[attr-defined]
+            return (_blank, (self._fusedconv_mixin, self._fusedconv_original), *rest)
         return (make, arguments, *rest)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
-            f"torch.jit.script: got a converted {self.original.__name__}, expected the original; "
-            "fusedconv.revert restores it"
+            f"torch.jit.script: got a converted {self._fusedconv_original.__name__}, expected "
+            "the original; fusedconv.revert restores it"
         )
 
 
@@ -50,11 +52,15 @@ def converted_class(mixin: type[Converted], original: type[nn.Module]) -> type[C
     """``mixin`` in front of ``original``; the same class each time."""
     made = _made.get((mixin, original))
     if made is None:
-        own = {"original": original, "_mixin": mixin, "__module__": mixin.__module__}
+        own = {
+            "_fusedconv_original": original,
+            "_fusedconv_mixin": mixin,
+            "__module__": mixin.__module__,
+        }
         made = type(
             f"Converted{original.__name__}",
             (mixin, original),
-            {**own, **mixin.members(original)},
+            {**own, **mixin._fusedconv_members(original)},
         )
         watch(made)
         _made[mixin, original] = made
@@ -69,27 +75,76 @@ def _blank(mixin: type[Converted], original: type[nn.Module]) -> nn.Module:
 
 def is_converted(kind: type[nn.Module]) -> TypeGuard[type[Converted]]:
     """Whether a class is one of ``converted_class``; what others derive from these is not."""
-    return "original" in vars(kind) and issubclass(kind, Converted)
+    return "_fusedconv_original" in vars(kind) and issubclass(kind, Converted)
+
+
+def converted_type(module: nn.Module) -> type[Converted] | None:
+    """The class of ours that a module has, parametrised or not; None where it has none."""
+    kind = type(module)
+    if not is_converted(kind) and parametrize.is_parametrized(module):
+        kind = kind.__bases__[0]
+    return kind if is_converted(kind) else None
 
 
 def original_type(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was converted or parametrised."""
-    kind = type(module)
-    if is_converted(kind):
-        return kind.original
+    """The class that a module had before it was converted or parametrised, in either order."""
+    kind = _unconverted(type(module))
     if parametrize.is_parametrized(module):
-        return kind.__bases__[0]
+        kind = _unconverted(kind.__bases__[0])
     return kind
+
+
+def _unconverted(kind: type[nn.Module]) -> type[nn.Module]:
+    return kind._fusedconv_original if is_converted(kind) else kind
 
 
 def convert_class(module: nn.Module, mixin: type[Converted]) -> None:
     module.__class__ = converted_class(mixin, type(module))
 
 
-def revert_class(module: nn.Module) -> bool:
-    """Whether ``module`` was converted; it has its own class again."""
-    kind = type(module)
-    if not is_converted(kind):
-        return False
-    module.__class__ = kind.original
-    return True
+def revert_class(module: nn.Module) -> None:
+    """Gives ``module`` the class that it had, where it was converted."""
+    kind = reverted_type(type(module))
+    if kind is not type(module):
+        module.__class__ = kind
+
+
+#: By what others have made of classes of ours.
+_reverted: WeakKeyDictionary[type[Any], type[Any]] = WeakKeyDictionary()
+
+
+def reverted_type(kind: type[Any]) -> type[Any]:
+    """The class without ours among its bases: ``kind`` itself where there is none. One that was
+    made from ours, as parametrisations and FSDP2 do, is made anew from the original.
+
+    Raises TypeError where code refers to the class that is to be made anew.
+    """
+    if not issubclass(kind, Converted):
+        return kind
+    if is_converted(kind):
+        return kind._fusedconv_original
+    made = _reverted.get(kind)
+    if made is None:
+        if any(map(_refers_to_class, vars(kind).values())):
+            raise TypeError(
+                f"got {kind.__qualname__}, a class with code of its own made from a converted one, "
+                "expected a converted class"
+            )
+        bases = tuple(map(reverted_type, kind.__bases__))
+        name = kind.__name__
+        for base, original in zip(kind.__bases__, bases, strict=True):
+            name = name.replace(base.__name__, original.__name__)
+        metaclass: Any = type(kind)
+        made = _reverted[kind] = metaclass(name, bases, dict(vars(kind)))
+    return made
+
+
+def _refers_to_class(member: object) -> bool:
+    """Whether a member of a class calls ``super()``, say, by which it is bound to that class."""
+    functions = (
+        (member.fget, member.fset, member.fdel)
+        if isinstance(member, property)
+        else (getattr(member, "__func__", member),)
+    )
+    codes = (getattr(each, "__code__", None) for each in functions)
+    return any("__class__" in code.co_freevars for code in codes if code is not None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fusedconv.arguments import flag, shown
 from fusedconv.composing import is_replaced
@@ -20,7 +21,13 @@ from fusedconv.conversion.capturing import (
     may_join,
     reason_against_capture,
 )
-from fusedconv.conversion.classes import Converted, convert_class, original_type, revert_class
+from fusedconv.conversion.classes import (
+    Converted,
+    convert_class,
+    original_type,
+    revert_class,
+    reverted_type,
+)
 from fusedconv.conversion.graphs import Rewriting
 from fusedconv.conversion.modules import (
     ConvertedConvTranspose,
@@ -161,8 +168,8 @@ def convert(
     - Sequences (torch.nn.Sequential and subclasses with its forward) compute convolution,
       [normalisation] and [activation], in either order of the two, and GroupNorm and activation, in
       one call. Normalisations are GroupNorm, InstanceNorm without running statistics and BatchNorm
-      in evaluation mode (not on processors, where no kernel of ours has it); activations ReLU,
-      GELU and SiLU.
+      in evaluation mode (where no gradients are wanted, and not on processors, where no kernel of
+      ours has it); activations ReLU, GELU and SiLU.
     - With ``follow``, modules whose forward code joins such chains are captured by torch.compile
       when they are called, and run its graphs with the chains replaced (``compile_pass``), without
       a compiler. Compiled code around the model is not changed by this; see ``compile_backend``.
@@ -176,7 +183,8 @@ def convert(
     numbers are put back). With ``dry_run`` the model is left as it was.
 
     Copies, pickles and replicas of a converted model are converted; ``revert`` undoes it for any.
-    torch.jit.script refuses converted modules. Raises TypeError where ``model`` is no Module, and
+    torch.jit.script refuses converted modules. Raises TypeError where ``model`` is no Module,
+    ValueError where it is to be called and has lazy modules, which a call changes for good, and
     what a call of the model raises.
     """
     if not isinstance(model, nn.Module):
@@ -185,6 +193,8 @@ def convert(
     plan = _Plan(model, follow)
     report = Conversion(plan, dry_run)
     is_called = args is not None or kwargs is not None
+    if is_called:
+        _check_initialized(model)
     if dry_run and not is_called:
         return report
     with _reverted_if(plan, dry_run):
@@ -199,10 +209,17 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Gives every converted module within ``model``, itself included, the class it had before.
 
-    Raises TypeError where ``model`` is no Module.
+    What has been made of a converted class since, by a parametrisation or FSDP2, is made of the
+    original. Raises TypeError where ``model`` is no Module, or one within it has a class that code
+    made from a converted one; nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {shown(model)}, expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        try:
+            reverted_type(type(module))
+        except TypeError as error:
+            raise TypeError(f"{name or _ROOT}: {error}") from None
     for module in model.modules():
         revert_class(module)
         forget(module)
@@ -324,6 +341,15 @@ def _reverted_if(plan: _Plan, dry_run: bool) -> Iterator[None]:
         raise
     if dry_run:
         plan.undo()
+
+
+def _check_initialized(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"model: got {name} without a shape, expected lazy modules to have been called "
+                "where args or kwargs are given"
+            )
 
 
 def _call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from fusedconv.conversion.matching import (
 )
 from fusedconv.conversion.stages import (
     SERVED_DTYPES,
+    Normalization,
     Stage,
     activation_and_order,
     described,
@@ -46,12 +47,12 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     What is replaced: transposed convolutions with the normalisation and activation behind them (in
     either order), and GroupNorms with the activation in front or behind, where nothing else reads
     what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
-    BatchNorm of inference, and LayerNorm of channels, between the two permutations that put them
-    last and back or written out in arithmetic as Segment Anything has it; the last two not on
-    processors. The graph is one that torch.compile hands to a backend, or the module of an exported
-    program; its nodes know what tensors they compute (``example_value`` or ``val`` in their meta),
-    else convolutions and GroupNorms are not recognised for what they are and stay. Each chain is
-    logged (logger ``fusedconv``, level DEBUG).
+    BatchNorm of inference where no gradients are wanted, and LayerNorm of channels, between the two
+    permutations that put them last and back or written out in arithmetic as Segment Anything has
+    it; the last two not on processors. The graph is one that torch.compile hands to a backend, or
+    the module of an exported program; its nodes know what tensors they compute (``example_value``
+    or ``val`` in their meta), else convolutions and GroupNorms are not recognised for what they are
+    and stay. Each chain is logged (logger ``fusedconv``, level DEBUG).
 
     Raises TypeError where ``graph_module`` is no torch.fx.GraphModule.
     """
@@ -76,10 +77,32 @@ class Rewriting(NamedTuple):
 
 
 def rewrite(graph_module: GraphModule) -> Rewriting:
-    """``compile_pass``, and what it did."""
+    """``compile_pass``, and what it did. Where it raises, the graph is as it was."""
     if not isinstance(graph_module, GraphModule):
         raise TypeError(f"graph_module: got {shown(graph_module)}, expected a GraphModule")
-    graph = graph_module.graph
+    before = _copied(graph_module.graph)
+    try:
+        done = _rewritten(graph_module.graph)
+        if done.replaced:
+            graph_module.graph.lint()
+            graph_module.recompile()
+    except BaseException:
+        graph_module.graph = before
+        raise
+    return done
+
+
+def _copied(graph: Graph) -> Graph:
+    copied = Graph(tracer_cls=graph._tracer_cls)
+    result: Any = copied.graph_copy(graph, {}, return_output_node=True)
+    if result is not None:
+        value, output = result
+        copied.output(value, output.type).meta = dict(output.meta)
+    copied.set_codegen(graph._codegen)
+    return copied
+
+
+def _rewritten(graph: Graph) -> Rewriting:
     done = Rewriting([], [])
     for node in list(graph.nodes):
         if node._erased:
@@ -94,9 +117,6 @@ def rewrite(graph_module: GraphModule) -> Rewriting:
             done.replaced.append(Found(chain.place, str(chain)))
             logger.debug("compile_pass: %s", chain)
             chain.replace(graph)
-    if done.replaced:
-        graph.lint()
-        graph_module.recompile()
     return done
 
 
@@ -246,7 +266,7 @@ def _chain_from(node: Node) -> _Chain | None:
     if first is not None and not writes_to_input(node):
         user = _sole_reader(node)
         match = None if user is None else normalization(user, 0)
-        if isinstance(match, Match) and len(match.stages) == 1:
+        if isinstance(match, Match) and len(match.stages) == 1 and _reads(match, node):
             return _normalised(first, match)
     return None
 
@@ -254,7 +274,7 @@ def _chain_from(node: Node) -> _Chain | None:
 def _normalised(head: Match, *behind: Match) -> _Chain | None:
     """A chain without a convolution, which only GroupNorms make."""
     stages = [stage for match in (head, *behind) for stage in match.stages]
-    input = head.nodes[0].args[0]
+    input = head.input
     norm, tensor = norm_of(stages), _served(input)
     if norm is None or norm.kind != "group" or tensor is None or tensor.dim() < 2:
         return None
@@ -285,14 +305,19 @@ def _extend(chain: _Chain, axes: int) -> None:
             reason = f"its input is read {len(end.users)} times"
         elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
-        elif norm is not None and (against := reason_against_norm(norm, chain.device)):
+        elif norm is not None and (against := _reason_against_norm(chain, norm, match)):
             reason = against
-        elif not _reads(match.nodes[0], end) or not _adjacent(end, match.nodes):
+        elif not _reads(match, end) or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
         if reason:
             chain.refusal = Refusal(str(match), reason)
             return
         chain.add(match)
+
+
+def _reason_against_norm(chain: _Chain, norm: Normalization, match: Match) -> str | None:
+    output = example(match.nodes[-1])
+    return reason_against_norm(norm, chain.device, output is not None and output.requires_grad)
 
 
 def _stage(node: Node, axes: int) -> Match | Refusal | None:
@@ -302,18 +327,19 @@ def _stage(node: Node, axes: int) -> Match | Refusal | None:
 
 
 def _sole_reader(node: Node) -> Node | None:
-    """The node that takes ``node`` for its input and alone reads it. Nothing is computed between
-    them, which might write to what either reads."""
+    """The node that alone reads ``node``. Nothing is computed between them, which might write to
+    what either reads."""
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    return user if _reads(user, node) and _adjacent(node, [user]) else None
+    return user if _adjacent(node, [user]) else None
 
 
-def _reads(user: Node, node: Node) -> bool:
-    """Whether ``user`` takes ``node`` for its input, and for nothing else."""
-    read = [argument is node for argument in (*user.args, *user.kwargs.values())]
-    return read[:1] == [True] and sum(read) == 1
+def _reads(match: Match, node: Node) -> bool:
+    """Whether stages take ``node`` for their input, and for nothing else."""
+    first = match.nodes[0]
+    read = [argument is node for argument in (*first.args, *first.kwargs.values())]
+    return match.input is node and sum(read) == 1
 
 
 def _adjacent(node: Node, nodes: list[Node]) -> bool:

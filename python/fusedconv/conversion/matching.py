@@ -171,11 +171,12 @@ _LAYER_TARGETS = (F.layer_norm, torch.layer_norm, aten.layer_norm.default)
 
 
 class Match(NamedTuple):
-    """Stages: ``nodes`` from that which reads the input to ``nodes[-1]``, which is the result.
+    """Stages: ``nodes`` from that which reads ``input`` to ``nodes[-1]``, which is the result.
     They are one, or a normalisation and an activation in a call of ours."""
 
     stages: list[Stage]
     nodes: list[Node]
+    input: Any
 
     def __str__(self) -> str:
         return described(*self.stages)
@@ -213,19 +214,21 @@ def _normalization(node: Node, kind: str, found: dict[str, Any]) -> Match | str:
     if kind == "group":
         norm = Normalization(kind, weight, bias, eps, found["num_groups"])
         if not is_ours(node):
-            return Match([norm], [node])
+            return Match([norm], [node], found["input"])
         output = _first_output(node)
         if output is None or found["output_dtype"] is not None:
             return "its statistics are read, or its dtype is not the input's"
-        return Match(_stages_of(found, norm), [node, output])
+        return Match(_stages_of(found, norm), [node, output], found["input"])
     mean, var = found["running_mean"], found["running_var"]
     if kind == "instance":
         if mean is not None or found["use_input_stats"] is not True:
             return "it has running statistics"
-        return Match([Normalization(kind, weight, bias, eps)], [node])
+        norm = Normalization(kind, weight, bias, eps)
+        return Match([norm], [node], found["input"])
     if found["training"] is not False:
         return "it is in training mode, and fused in evaluation mode only"
-    return Match([Normalization(kind, weight, bias, eps, None, mean, var)], [node])
+    norm = Normalization(kind, weight, bias, eps, None, mean, var)
+    return Match([norm], [node], found["input"])
 
 
 def _layer_norm(node: Node, axes: int) -> Match | None:
@@ -243,16 +246,17 @@ def _layer_norm(node: Node, axes: int) -> Match | None:
     if _permutation(back) != (0, axes + 1, *range(1, axes + 1)):
         return None
     stage = Normalization("layer", found["weight"], found["bias"], eps)
-    return Match([stage], [node, norm, back])
+    return Match([stage], [node, norm, back], node.args[0])
 
 
 def _written_layer_norm(mean: Node, axes: int) -> Match | None:
     """The same written out in arithmetic, as Segment Anything's code has it: centred over the root
     of the squares' mean plus eps, times weight plus bias."""
-    if not _is_mean(mean) or len(mean.users) != 2:
+    averaged = _mean(mean)
+    if averaged is None or len(mean.users) != 2:
         return None
     first, second = mean.users
-    x = mean.args[0]
+    x = averaged["input"]
     for centred, divided in ((first, second), (second, first)):
         nodes: list[Node | None] = [mean, centred, divided]
         for matches in (
@@ -284,14 +288,21 @@ def _written_layer_norm(mean: Node, axes: int) -> Match | None:
             and weight is not None
             and bias is not None
         ):
-            return Match([Normalization("layer", weight, bias, eps)], found)
+            return Match([Normalization("layer", weight, bias, eps)], found, x)
     return None
 
 
-def _is_mean(node: Node) -> bool:
+def _mean(node: Node) -> dict[str, Any] | None:
+    """The arguments of a mean over channels."""
     is_method = node.op == "call_method" and node.target == "mean"
     found = _bound(node, _MEAN) if is_method or node.target is torch.mean else None
-    return found is not None and found["dim"] in (1, (1,), [1]) and found["keepdim"] is True
+    if found is None or found["dim"] not in (1, (1,), [1]) or found["keepdim"] is not True:
+        return None
+    return found
+
+
+def _is_mean(node: Node) -> bool:
+    return _mean(node) is not None
 
 
 def _is_square(node: Node) -> bool:
@@ -387,7 +398,8 @@ def activation(node: Node) -> Match | None:
     found = _bound(node, signature)
     if found is None or found.get("approximate", "none") not in ("none", "tanh"):
         return None
-    return Match(["gelu_tanh" if found.get("approximate") == "tanh" else name], [node])
+    name = "gelu_tanh" if found.get("approximate") == "tanh" else name
+    return Match([name], [node], found["input"])
 
 
 def writes_to_input(node: Node) -> bool:

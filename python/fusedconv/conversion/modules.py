@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fusedconv import functional
@@ -24,6 +26,7 @@ from fusedconv.conversion.stages import (
     is_transparent,
     norm_of,
     reason_against,
+    reason_against_norm,
     takes,
 )
 
@@ -70,8 +73,12 @@ class ConvertedConvTranspose(Converted):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """As the original's."""
-        dims = CONVOLUTIONS[self.original] + 2
-        if takes(input) and dims - 1 <= input.dim() <= dims and not is_replaced(self.original):
+        dims = CONVOLUTIONS[self._fusedconv_original] + 2
+        if (
+            takes(input)
+            and dims - 1 <= input.dim() <= dims
+            and not is_replaced(self._fusedconv_original)
+        ):
             return _convolved(self, input, [], output_size)
         result: Tensor = super().forward(input, output_size)
         return result
@@ -82,7 +89,7 @@ class ConvertedGroupNorm(Converted):
 
     def forward(self, input: Tensor) -> Tensor:
         """As the original's."""
-        if takes(input) and input.dim() >= 2 and not is_replaced(self.original):
+        if takes(input) and input.dim() >= 2 and not is_replaced(self._fusedconv_original):
             return _normalised([group_norm_stage(self)], input)
         result: Tensor = super().forward(input)
         return result
@@ -131,7 +138,8 @@ def flattened(sequence: nn.Module) -> Iterator[nn.Module]:
     unless a call of one does more than to call its children."""
     for child in sequence._modules.values():
         assert child is not None
-        if is_sequence(child) and hooked("", child) is None:
+        is_plain = type(child).__call__ is nn.Module.__call__ and hooked("", child) is None
+        if is_plain and is_sequence(child):
             yield from flattened(child)
         else:
             yield child
@@ -212,14 +220,41 @@ class ConvertedSequential(Converted):
             head = chain.modules[0]
             if len(chain.modules) == 1:
                 input = head(input)
+            elif _is_kept(chain, input):
+                input = _called(chain, input)
             elif chain.has_convolution and _takes_batch(head, input):
-                input = _convolved(head, input, chain.stages)
+                output = _convolved(head, input, chain.stages)
+                input = _called(chain, input) if _is_refused(chain.stages, output) else output
             elif not chain.has_convolution and takes(input) and input.dim() >= 2:
                 input = _normalised(chain.stages, input)
             else:
-                for module in chain.modules:
-                    input = module(input)
+                input = _called(chain, input)
         return input
+
+
+def _called(chain: Chain, input: Any) -> Any:
+    for module in chain.modules:
+        input = module(input)
+    return input
+
+
+def _is_kept(chain: Chain, input: Any) -> bool:
+    """Whether the norm in a chain is torch's in this call, as autograd is to follow it."""
+    norm = norm_of(chain.stages)
+    if norm is None or norm.kind != "affine" or not isinstance(input, Tensor):
+        return False
+    head = chain.modules[0]
+    tensors = (input, head.weight, head.bias, norm.weight, norm.bias)
+    gradients = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+    return reason_against_norm(norm, input.device.type, gradients) is not None
+
+
+def _is_refused(stages: list[Stage], output: Tensor) -> bool:
+    """Whether torch's modules raise an error: of one value an instance has no variance."""
+    norm = norm_of(stages)
+    return norm is not None and norm.kind == "instance" and prod(output.shape[2:]) == 1
 
 
 def _takes_batch(conv: Any, input: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedconv.composing import departure, is_replaced, watch
-from fusedconv.conversion.classes import is_converted, original_type
+from fusedconv.conversion.classes import converted_type, original_type
 from fusedconv.functional import fold_batch_norm
 from fusedconv.problem import ORDERS
 
@@ -100,8 +100,11 @@ def described(*parts: Stage) -> str:
 PROCESSOR_KINDS: tuple[str, ...] = ("group", "instance")
 
 
-def reason_against_norm(norm: Normalization, device: str) -> str | None:
-    """Why a normalisation is not joined on devices of a type; None where it is."""
+def reason_against_norm(norm: Normalization, device: str, gradients: bool = False) -> str | None:
+    """Why a normalisation is not joined on devices of a type; None where it is. ``gradients`` says
+    that autograd is to follow it."""
+    if gradients and norm.kind == "affine":
+        return "its gradients take less memory in torch"
     if device == "cpu" and norm.kind not in PROCESSOR_KINDS:
         return "no kernel of ours has it on processors"
     return None
@@ -113,12 +116,13 @@ def reason_against_norm(norm: Normalization, device: str) -> str | None:
 def reason_against(module: nn.Module) -> str | None:
     """Why a call of ``module`` may do more than its class, one that ``watch`` has seen; None where
     it does not."""
-    kind: Any = type(module)
-    if not is_converted(kind):
-        return departure(kind.__name__, module, original_type(module))
-    if is_replaced(kind.original):
-        return f"torch.nn.{kind.original.__name__}.forward has been replaced"
-    return departure(kind.original.__name__, module, kind)
+    kind = converted_type(module)
+    original = original_type(module)
+    if kind is None:
+        return departure(type(module).__name__, module, original)
+    if is_replaced(original):
+        return f"torch.nn.{original.__name__}.forward has been replaced"
+    return departure(original.__name__, module, kind)
 
 
 def is_transparent(module: nn.Module) -> bool:

@@ -210,7 +210,7 @@ def test_refusals_say_why(kernel, changes, text):
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_many_channels_large_filters_and_strides_are_refused(kernel):
     refused = {
-        "output channels": depthwise(kernel, groups=4, channels=16, out=16),
+        "output channels": depthwise(kernel, groups=4, channels=17, out=16),
         "stride": depthwise(kernel, spatial=(3,), stride=40_000, padding=0),
         "filter": depthwise(kernel, spatial=(3, 3), size=300, stride=1, padding=0),
     }
@@ -218,6 +218,11 @@ def test_many_channels_large_filters_and_strides_are_refused(kernel):
         assert text in kernel.supports(asked, H200).reason
     assert "runs on CUDA" in kernel.supports(depthwise(kernel), fusedconv.device.PROCESSOR).reason
     assert "8.0" in kernel.supports(depthwise(kernel), KNOWN[75]).reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_few_input_channels_are_served_whatever_the_output_channels(kernel):
+    assert kernel.supports(depthwise(kernel, groups=1, channels=16, out=96), H200)
 
 
 def test_float32_serves_both_of_its_precisions():

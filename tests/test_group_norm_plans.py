@@ -194,7 +194,7 @@ def test_gradients_in_another_dtype_are_torchs():
 
 
 def test_a_convolutions_backward_pass_mixes_providers():
-    conv = geometry_of(torch.empty(64, 64, 3, 3, device="meta"), stride=(2, 2))
+    conv = geometry_of(torch.empty(64, 32, 3, 3, device="meta"), out_channels=64, groups=2)
     asked = backward_problem(
         norm_alone((16, 64, 64, 64), 8, torch.float32, conv=conv, save=True, bias=True)
     )

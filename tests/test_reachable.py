@@ -68,7 +68,7 @@ def convolutions() -> Iterator[ForwardProblem]:
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
         stride = kernel if (batch, spatial, kernel) in PATCHES else 1
         for padding in {0, kernel // 2, kernel - 1}:
-            yield asked_for(
+            each = asked_for(
                 precision,
                 layout,
                 8,
@@ -79,6 +79,9 @@ def convolutions() -> Iterator[ForwardProblem]:
                     weight, padding=(padding,) * len(spatial), stride=(stride,) * len(spatial)
                 ),
             )
+            yield each
+            if stride > 1:
+                yield dataclasses.replace(each, epilogue=())
 
 
 def input_gradients() -> Iterator[Problem]:

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.gpu
 LEAST_SERVED = 0.99
 #: Beside that of a single row's tests: over so many problems chance parts eager's error and ours.
 FLOORS = {"fp32": 1e-7, "tf32": 1e-5}
-#: Of float32, of values that normalisation makes 1 of: half a unit in the last place, at most.
-ROUNDING = 2**-25
 #: Of an output: over fewer chance parts eager's error and ours.
 FEWEST_VALUES = 1000
 
@@ -37,14 +35,21 @@ def test_random_problems(precision, fuzz_problems, monkeypatch, record_property)
         while case["batch"] * case["values"] < FEWEST_VALUES:
             case = random_problem(precision, generator)
         torch.manual_seed(number)
+        beyond: AssertionError | None = None
         with record.recording() as calls:
-            floor = FLOORS.get(precision, 0.0) + case["offset"] * ROUNDING
-            assert fused_against_fp64(case, DTYPES[precision], precision, floor=floor)
+            try:
+                floor = FLOORS.get(precision, 0.0)
+                assert fused_against_fp64(case, DTYPES[precision], precision, floor=floor)
+            except AssertionError as error:
+                beyond = error
         explained = [explain_problem(*call) for call in calls]
         (convolution,) = (
             e for e in explained if isinstance(e.problem, ForwardProblem) and e.problem.conv
         )
         served[convolution.provider] += 1
+        # What torch's operators leave of an error is not ours.
+        if beyond is not None and convolution.provider != "torch":
+            raise beyond
         if convolution.provider == "torch":
             reasons[str(convolution)] += 1
     record_property("served", dict(served))

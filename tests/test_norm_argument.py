@@ -102,6 +102,13 @@ def test_a_batch_norm_is_an_affine_map():
     assert [each.dtype for each in bare] == [torch.float32] * 2
 
 
+@pytest.mark.parametrize("name", ["running_var", "weight", "bias"])
+def test_tensors_of_a_batch_norm_have_one_shape(name):
+    given = dict.fromkeys(("running_mean", "running_var", "weight", "bias"), torch.ones(6))
+    with pytest.raises(ValueError, match=rf"{name}: got shape \(1,\), expected .*\(6,\)"):
+        fold_batch_norm(**{**given, name: torch.ones(1)})
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

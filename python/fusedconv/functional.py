@@ -286,6 +286,7 @@ def fold_batch_norm(
     tensors [K]; in float32 or wider. Autograd follows it to weight and bias.
 
     y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
+    Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
     tensors = (running_mean, running_var, weight, bias)
     if has_torch_function(tensors):
@@ -296,6 +297,12 @@ def fold_batch_norm(
     tensor("running_var", running_var)
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
+    for name, each in (("running_var", running_var), ("weight", weight), ("bias", bias)):
+        if each is not None and each.shape != running_mean.shape:
+            raise ValueError(
+                f"{name}: got shape {tuple(each.shape)}, expected running_mean's "
+                f"{tuple(running_mean.shape)}"
+            )
     eps = finite("eps", eps)
     if (
         ops.goes_direct(running_mean, tensors)

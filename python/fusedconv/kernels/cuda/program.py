@@ -22,6 +22,7 @@ from fusedconv.kernels.compiled import (
 from fusedconv.layout import dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, ForwardKernel, ForwardPlan, Outputs
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import (
     ActNormAct,
     BackwardProblem,
@@ -232,6 +233,21 @@ def five_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
     return (*strides[:2], *(0,) * (5 - len(strides)), *strides[2:])
 
 
+def lines_problem(
+    batch: int, channels: int, spatial: tuple[int, ...], dtype: torch.dtype, pitch: int
+) -> Any:
+    """A tensor [batch, channels, *spatial] as lines along its last axis, ``pitch`` elements from
+    each to the next."""
+    return _C.layout.LinesProblem(
+        batch=batch,
+        channels=channels,
+        lines=math.prod(spatial[:-1]),
+        columns=spatial[-1],
+        pitch=pitch,
+        dtype=COMPILED_DTYPES[dtype],
+    )
+
+
 class ForwardProgram:
     """A program under construction, with the operands that forward passes have by name."""
 
@@ -261,6 +277,22 @@ class ForwardProgram:
 
     def scratch(self, bytes_per_sample: int, num_bytes: int = 0) -> _C.Operand:
         return self.compiled.scratch(bytes_per_sample, num_bytes)
+
+    def padded_input(
+        self, input: _C.Operand, channels: int, spatial: tuple[int, ...]
+    ) -> _C.Operand:
+        """Appends what pads the lines of a dense tensor [N, channels, *spatial], the convolution's
+        input, to whole 16 bytes; where they lie."""
+        lines = lines_problem(
+            self.problem.batch, channels, spatial, self.problem.dtype, spatial[-1]
+        )
+        padded = self.scratch(lines.sample_bytes)
+        self.compiled.per_chunk(
+            _C.layout.PadLines(
+                "the input", problem=lines, input=input, output=padded, sums=self.absent
+            )
+        )
+        return padded
 
     def statistics(self) -> _C.Operand:
         """Scratch between a step that fills statistics and one that normalises; absent without."""

@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedconv import _C
@@ -41,6 +40,7 @@ from fusedconv.kernels.cuda.program import (
     WEIGHT,
     ForwardProgram,
     NotBuiltBackward,
+    lines_problem,
     run_program,
     supports_forward,
     supports_only,
@@ -51,7 +51,6 @@ from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
 from fusedconv.layout import LINE_BYTES, dense, lies_in_lines, line_pitch
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
-from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import BackwardProblem, Bias, ConvTransposeGeometry, ForwardProblem
 from fusedconv.support import Support
 
@@ -134,20 +133,6 @@ def input_convolution(forward: ForwardProblem) -> ForwardProblem | Support:
         channels=conv.out_channels,
         spatial=planes.output_spatial,
         conv=backwards,
-    )
-
-
-def _lines(
-    batch: int, channels: int, spatial: tuple[int, ...], dtype: torch.dtype, pitch: int
-) -> Any:
-    """A tensor [batch, channels, *spatial] as lines along its last axis."""
-    return _C.layout.LinesProblem(
-        batch=batch,
-        channels=channels,
-        lines=math.prod(spatial[:-1]),
-        columns=spatial[-1],
-        pitch=pitch,
-        dtype=COMPILED_DTYPES[dtype],
     )
 
 
@@ -337,14 +322,7 @@ class GradientsSm90(BackwardKernel):
         sample = forward.channels * math.prod(spatial) * forward.dtype.itemsize
         given = compiled.tensor(CONV_INPUT, sample)
         if pads_input(problem):
-            lines = _lines(forward.batch, forward.channels, spatial, forward.dtype, spatial[-1])
-            padded = program.scratch(lines.sample_bytes)
-            compiled.per_chunk(
-                _C.layout.PadLines(
-                    "the input", problem=lines, input=given, output=padded, sums=program.absent
-                )
-            )
-            given = padded
+            given = program.padded_input(given, forward.channels, spatial)
         config = self.weight_config(problem, device)
         partials = program.scratch(0, config.partial_bytes)
         room = _C.sm90.wgrad
@@ -373,7 +351,7 @@ def _pad(
 ) -> Summed | None:
     """Appends what pads the lines of the output's gradient to the program's input, sums them by
     channel, or both."""
-    lines = _lines(
+    lines = lines_problem(
         forward.batch, forward.output_channels, forward.output_spatial, forward.dtype, pitch
     )
     if pads:

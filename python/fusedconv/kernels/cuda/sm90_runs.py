@@ -21,7 +21,6 @@ from fusedconv.kernels.cuda.sm90 import Sm90Row
 from fusedconv.layout import line_pitch
 from fusedconv.lowering import Phase, lower
 from fusedconv.plan import Kernel
-from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
 
@@ -178,25 +177,7 @@ class InterleavingRunsSm90(RunsSm90):
     ) -> Any:
         problem = program.problem
         if _pads(problem):
-            lines = _C.layout.LinesProblem(
-                batch=problem.batch,
-                channels=problem.channels,
-                lines=math.prod(problem.spatial[:-1]),
-                columns=problem.spatial[-1],
-                pitch=problem.spatial[-1],
-                dtype=COMPILED_DTYPES[problem.dtype],
-            )
-            padded = program.scratch(lines.sample_bytes)
-            program.compiled.per_chunk(
-                _C.layout.PadLines(
-                    "the input",
-                    problem=lines,
-                    input=program.input,
-                    output=padded,
-                    sums=program.absent,
-                )
-            )
-            program.input = padded
+            program.input = program.padded_input(program.input, problem.channels, problem.spatial)
         return super().convolve(program, config, output, filter)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:

@@ -102,7 +102,12 @@ VALUES = 1000
 def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
     torch.manual_seed(sum(shape))
     monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
-    stages = ((dtype, None, "act_norm"), (None, "gelu", "act_norm"), (dtype, "silu", "norm_act"))
+    stages = (
+        (dtype, None, "act_norm"),
+        (None, "gelu", "act_norm"),
+        (dtype, "gelu", "norm_act"),
+        (dtype, "silu", "norm_act"),
+    )
     errors: dict = {stage: [] for stage in stages}
     draws = -(-VALUES // math.prod(shape))
     for _, stage in itertools.product(range(draws), stages):
@@ -231,6 +236,33 @@ def test_large_mean_behind_a_convolution(channels, groups, provider, layout, mon
     )
     error = relative_error(actual, reference)
     assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
+
+
+@pytest.mark.parametrize("groups", [1, 12, 96])
+def test_many_partial_moments_behind_a_convolution(groups, monkeypatch):
+    """From hundreds of a group to tens of thousands."""
+    monkeypatch.setenv("FUSEDCONV_KERNEL", "taps_sm80")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    x = torch.randn(2, 16, 40000, device="cuda")
+    weight = torch.randn(16, 96, 8, device="cuda") / 32**0.5
+    bias = torch.full((96,), 1e4, device="cuda")
+    sizes = dict(stride=4, padding=2)
+
+    def run(x):
+        poison()
+        return conv_transpose_act_norm(
+            x, weight, bias, **sizes, num_groups=groups, precision="fp32"
+        )
+
+    actual = run(x)
+    exact = F.conv_transpose1d(x.double(), weight.double(), bias.double(), **sizes)
+    reference = F.group_norm(exact, groups)
+    eagers = F.group_norm(F.conv_transpose1d(x, weight, bias, **sizes), groups)
+    eager_error = relative_error(eagers, reference)
+    error = relative_error(actual, reference)
+    assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
+    assert torch.equal(run(x), actual)
+    assert torch.equal(run(x[1:]), actual[1:])
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

@@ -104,6 +104,15 @@ def test_against_fp64(channels, spatial, layout, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("spatial", [(1,), (2, 1), (2, 2)], ids=str)
+def test_many_channels_of_few_pixels(spatial, layout, dtype):
+    x = LAYOUTS[layout](torch.randn(2, 9000, *spatial, device="cuda").to(dtype))
+    weight, bias = parameters(9000, dtype)
+    assert_as_accurate(alone(x, weight, bias, None, "gelu"), x, weight, bias, None, "gelu")
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("channels", [48, 520])
 def test_activations_in_front_and_in_place(channels, layout, dtype):
     x = LAYOUTS[layout](torch.randn(2, channels, 9, 8, device="cuda").to(dtype))

@@ -12,13 +12,22 @@
 namespace fusedconv::groupnorm {
 
 // What a kernel knows of the activations when it is compiled: that there are none, that there may
-// be any, which it calls, or that there is GELU in its quick form in front and none behind: calls
+// be any, which it calls, or that the only one is GELU in its quick form, in front or behind: calls
 // would take longer than memory there. Kernels that know the first two alone take a bool.
-enum KnownActivations : int { kNoActivation = false, kAnyActivation = true, kQuickGeluBefore };
+enum KnownActivations : int {
+  kNoActivation = false,
+  kAnyActivation = true,
+  kQuickGeluBefore,
+  kQuickGeluAfter
+};
 
-inline bool has_quick_gelu_before(GroupNormProblem const& p) {
-  return p.quick() && p.activation_before == Activation::kGelu &&
-         p.activation_after == Activation::kIdentity;
+inline KnownActivations known_activations(GroupNormProblem const& p) {
+  bool const first = p.activation_before != Activation::kIdentity;
+  bool const last = p.activation_after != Activation::kIdentity;
+  if (!first && !last) return kNoActivation;
+  if (!p.quick() || (first && last)) return kAnyActivation;
+  if (p.activation_before == Activation::kGelu) return kQuickGeluBefore;
+  return p.activation_after == Activation::kGelu ? kQuickGeluAfter : kAnyActivation;
 }
 
 // Without kActivate both activations are the identity and cost nothing.
@@ -78,15 +87,10 @@ struct ChannelAffine {
   }
 };
 
-// In the forms that normalized_pack() takes, so that a value's bits do not depend on its place.
-template <bool kActivate>
-__device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
-                                            Affine const& affine) {
-  float value[1] = {x};
-  if constexpr (kActivate) activate_by_call(affine.activation_before, affine.quick, value);
-  value[0] = fmaf(value[0] - channel.mean, channel.scale, channel.shift);
-  if constexpr (kActivate) activate_by_call(affine.activation_after, affine.quick, value);
-  return value[0];
+template <int kCount>
+__device__ __forceinline__ void apply_quick_gelu(float (&values)[kCount]) {
+#pragma unroll
+  for (float& value : values) value = device::quick_value<activations::Gelu>(value);
 }
 
 // The activation in front.
@@ -94,30 +98,61 @@ template <int kKnown, int kCount>
 __device__ __forceinline__ void activate(Activation activation, bool quick,
                                          float (&values)[kCount]) {
   if constexpr (kKnown == kQuickGeluBefore) {
-#pragma unroll
-    for (float& value : values) value = device::quick_value<activations::Gelu>(value);
+    apply_quick_gelu(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(activation, quick, values);
   }
+}
+
+// The one behind.
+template <int kKnown, int kCount>
+__device__ __forceinline__ void activate_after(Affine const& affine, float (&values)[kCount]) {
+  if constexpr (kKnown == kQuickGeluAfter) {
+    apply_quick_gelu(values);
+  } else if constexpr (kKnown == kAnyActivation) {
+    activate_by_call(affine.activation_after, affine.quick, values);
+  }
+}
+
+// Of values of one channel each: channel(i) is the i-th value's.
+template <int kKnown, int kCount, class ChannelOf>
+__device__ __forceinline__ void normalize_values(float (&values)[kCount], ChannelOf const& channel,
+                                                 Affine const& affine) {
+  activate<kKnown>(affine.activation_before, affine.quick, values);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    values[i] = fmaf(values[i] - channel(i).mean, channel(i).scale, channel(i).shift);
+  }
+  activate_after<kKnown>(affine, values);
+}
+
+template <int kKnown>
+__device__ __forceinline__ float normalized(float x, ChannelAffine const& channel,
+                                            Affine const& affine) {
+  float value[1] = {x};
+  normalize_values<kKnown>(value, [&](int) -> ChannelAffine const& { return channel; }, affine);
+  return value[0];
+}
+
+template <class U, int kKnown, class T, int kVector, class ChannelOf>
+__device__ __forceinline__ device::Pack<U, kVector> normalized_pack(
+    device::Pack<T, kVector> const& pack, ChannelOf const& channel, Affine const& affine) {
+  float values[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
+  normalize_values<kKnown>(values, channel, affine);
+  device::Pack<U, kVector> result;
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);
+  return result;
 }
 
 // Of values of one channel.
 template <class U, int kKnown, class T, int kVector>
 __device__ __forceinline__ device::Pack<U, kVector> normalized_pack(
     device::Pack<T, kVector> const& pack, ChannelAffine const& channel, Affine const& affine) {
-  float values[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) values[v] = device::to_float(pack.values[v]);
-  activate<kKnown>(affine.activation_before, affine.quick, values);
-#pragma unroll
-  for (float& value : values) value = fmaf(value - channel.mean, channel.scale, channel.shift);
-  if constexpr (kKnown == kAnyActivation) {
-    activate_by_call(affine.activation_after, affine.quick, values);
-  }
-  device::Pack<U, kVector> result;
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) result.values[v] = device::from_float<U>(values[v]);
-  return result;
+  return normalized_pack<U, kKnown>(
+      pack, [&](int) -> ChannelAffine const& { return channel; }, affine);
 }
 
 inline Affine affine_of(GroupNormProblem const& p, void const* weight, void const* bias,

@@ -196,7 +196,7 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
           x, g, affine, p.pixels, split.size, split.count, map, partials);
     } else {
       dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
-      dispatch_known<kActivate>(p, [&](auto known) {
+      dispatch_known<kActivate, kQuickGeluBefore>(p, [&](auto known) {
         sums_of_planes<T, kVector, known.value><<<grid, kThreads, 0, stream>>>(
             x, g, affine, p.pixels, split.size, split.count, partials);
       });

@@ -119,7 +119,7 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
       Split const split = split_planes(p, tensors.columns > 0);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
       device::dispatch_bool(tensors.columns > 0, [&](auto lines) {
-        dispatch_known<kActivate>(p, [&](auto known) {
+        dispatch_known<kActivate, kQuickGeluBefore>(p, [&](auto known) {
           grad_of_planes<T, kVector, known.value, lines.value><<<grid, kThreads, 0, stream>>>(
               x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
               LineStep::of(tensors, kThreads * kVector), tensors.sums);

@@ -29,13 +29,18 @@ void dispatch_kernel(GroupNormProblem const& p, F&& body) {
   });
 }
 
-// Calls body with what it is to know of activations, for kernels that know all kinds.
-template <bool kActivate, class F>
+// Calls body with what it is to know of activations; kKnown are the kinds that the kernel has
+// beside the first two.
+template <bool kActivate, int... kKnown, class F>
 void dispatch_known(GroupNormProblem const& p, F&& body) {
   if constexpr (kActivate) {
-    if (has_quick_gelu_before(p)) {
-      return body(std::integral_constant<int, kQuickGeluBefore>{});
-    }
+    auto const known = known_activations(p);
+    auto const serve = [&](auto kind) {
+      if (known != kind.value) return false;
+      body(kind);
+      return true;
+    };
+    if ((serve(std::integral_constant<int, kKnown>{}) || ...)) return;
   }
   body(std::integral_constant<int, kActivate>{});
 }

@@ -12,6 +12,14 @@ namespace {
 
 using device::Pack;
 
+// What a block has to do, in multiples of what memory likes best (kRunBytes of a plane, kLoads
+// accesses of each thread to rows). Where the work before and behind the loads takes longer than
+// memory, twice as much is less of it for each value.
+template <class T, int kKnown>
+constexpr int kShares = sizeof(T) == 2 || kKnown == kAnyActivation ? 2 : 1;
+// Fewer blocks than these leave multiprocessors without work.
+constexpr int64_t kFewestBlocks = 1024;
+
 // ---- normalisation ----
 
 // Block (split, plane): one channel of one sample is contiguous.
@@ -21,10 +29,12 @@ __global__ void __launch_bounds__(kThreads)
                      int64_t pixels, int64_t split_size, int splits) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
-  auto const channel = ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-  normalize_run<T, U, kVector, kKnown>(input, output, channel, affine,
-                                       int64_t(plane) * pixels + begin,
-                                       min(split_size, pixels - begin));
+  auto const channel = [&] {
+    return ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
+  };
+  normalize_run_of<T, U, kVector, kKnown>(input, output, channel, affine,
+                                          int64_t(plane) * pixels + begin,
+                                          min(split_size, pixels - begin));
 }
 
 // Small planes: the whole tensor as one run, the channel found for each vector.
@@ -41,56 +51,68 @@ __global__ void __launch_bounds__(kThreads)
                                                    : int(v / vectors_per_plane);
     auto const channel =
         ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
-    auto const loaded = Pack<T, kVector>::load(input + i);
-    Pack<U, kVector> result;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      result.values[j] = device::from_float<U>(
-          normalized<kActivate>(device::to_float(loaded.values[j]), channel, affine));
-    }
-    result.store(output + i);
+    normalized_pack<U, kActivate>(Pack<T, kVector>::load(input + i), channel, affine)
+        .store(output + i);
   }
 }
 
+__device__ __forceinline__ float4 entry_of(ChannelAffine const& channel) {
+  return make_float4(channel.mean, channel.scale, channel.shift, 0.0f);
+}
+__device__ __forceinline__ ChannelAffine channel_of(float4 const& entry) {
+  return {entry.x, entry.y, entry.z};
+}
+
 // Channels last to channels last: a thread keeps its channels and goes down the rows.
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
-                   int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
+                   int64_t row_channels, int64_t pixels, int64_t block_rows, unsigned row_blocks,
                    RowMap map) {
+  extern __shared__ float4 table[];  // [kVector][map.columns]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
-  int const map_row = threadIdx.x / map.columns;
-  int const channel = int(blockIdx.y * map.columns + threadIdx.x % map.columns) * kVector;
-  if (map_row >= map.rows || channel >= affine.channels) return;
-  ChannelAffine channels[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) channels[v] = ChannelAffine::of(affine, sample, channel + v);
+  int const map_row = int(threadIdx.x) / map.columns;
+  int const column = int(threadIdx.x) % map.columns;
+  int const first = int(blockIdx.y) * map.columns * kVector;
+  int const channel = first + column * kVector;
+  bool const serves = map_row < map.rows && channel < affine.channels;
 
   T const* const source = input + sample * pixels * row_channels + channel;
   U* const target = output + sample * pixels * affine.channels + channel;
-  int64_t const end = min(pixels, (row_block + 1) * block_rows);
-  auto const store = [&](int64_t row, Pack<T, kVector> const& loaded) {
-    Pack<U, kVector> result;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      result.values[v] = device::from_float<U>(
-          normalized<kActivate>(device::to_float(loaded.values[v]), channels[v], affine));
-    }
-    result.store(target + row * affine.channels);
-  };
-  int64_t row = row_block * block_rows + map_row;
-  for (; row + (kLoads - 1) * map.rows < end; row += kLoads * map.rows) {
-    Pack<T, kVector> loaded[kLoads];
+  int64_t const end = serves ? min(pixels, (row_block + 1) * block_rows) : 0;
+  Pack<T, kVector> loaded[kLoads];
+  auto const load = [&](int64_t row) {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      loaded[j] = Pack<T, kVector>::load(source + (row + j * map.rows) * row_channels);
+      if (row + j * map.rows < end) {
+        loaded[j] = Pack<T, kVector>::load(source + (row + j * map.rows) * row_channels);
+      }
     }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) store(row + j * map.rows, loaded[j]);
+  };
+  int64_t row = row_block * block_rows + map_row;
+  load(row);
+  for (int c = int(threadIdx.x); c < map.columns * kVector; c += kThreads) {
+    table[c % kVector * map.columns + c / kVector] =
+        entry_of(ChannelAffine::of(affine, sample, first + c));
   }
-  for (; row < end; row += map.rows) {
-    store(row, Pack<T, kVector>::load(source + row * row_channels));
+  __syncthreads();
+  ChannelAffine channels[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    channels[v] = channel_of(table[v * map.columns + column]);
+  }
+  while (row < end) {
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      if (row + j * map.rows < end) {
+        normalized_pack<U, kKnown>(
+            loaded[j], [&](int v) -> ChannelAffine const& { return channels[v]; }, affine)
+            .store(target + (row + j * map.rows) * affine.channels);
+      }
+    }
+    row += kLoads * map.rows;
+    load(row);
   }
 }
 
@@ -98,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
 // 1. A block reads kPixels rows of kChannels channels, 16 bytes at a time.
 // 2. It normalises in registers and transposes the tile in shared memory.
 // 3. It writes runs along pixels, kVector at a time.
-template <class T, class U, int kVector, bool kActivate>
+template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(device::kTileThreads)
     normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                                 int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
@@ -141,14 +163,17 @@ __global__ void __launch_bounds__(device::kTileThreads)
       }
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
+        Pack<U, kIn> results[kPerWord];
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) {
+          results[k] = normalized_pack<U, kKnown>(
+              loaded[j][k], [&](int v) -> ChannelAffine const& { return constants[v]; }, affine);
+        }
 #pragma unroll
         for (int v = 0; v < kIn; ++v) {
           Word word;
 #pragma unroll
-          for (int k = 0; k < kPerWord; ++k) {
-            word.pixels[k] = device::from_float<U>(normalized<kActivate>(
-                device::to_float(loaded[j][k].values[v]), constants[v], affine));
-          }
+          for (int k = 0; k < kPerWord; ++k) word.pixels[k] = results[k].values[v];
           tile.put(channel + v, row0 + (step + j) * kWordRows, word);
         }
       }
@@ -180,61 +205,99 @@ __global__ void __launch_bounds__(device::kTileThreads)
 
 // ---- launches ----
 
+// Calls body with what a kernel is to know of activations: more than whether there are any where
+// accesses are of 16 bytes and the dtype stays.
+template <class T, class U, int kVector, bool kActivate, int... kKnown, class F>
+void dispatch_usual(GroupNormProblem const& p, F&& body) {
+  if constexpr (std::is_same_v<T, U> && kVector * sizeof(T) == 16) {
+    dispatch_known<kActivate, kKnown...>(p, body);
+  } else {
+    body(std::integral_constant<int, kActivate>{});
+  }
+}
+
 template <class T, class U, bool kActivate>
-void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors,
-                      Affine const& affine, cudaStream_t stream) {
-  auto const* input = static_cast<T const*>(tensors.input);
-  auto* output = static_cast<U*>(tensors.output);
-  if (p.input_layout == Layout::kChannelsFirst) {
-    constexpr int kVector = 16 / sizeof(T);
-    bool const large = p.pixels >= 2048;
-    bool const vectors = (large || p.pixels % kVector == 0) && device::is_aligned(input, 16) &&
-                         device::is_aligned(output, kVector * int64_t(sizeof(U)));
-    dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
-      if (large) {
-        Split const split = split_run(p.pixels, sizeof(T), kVector, kRunBytes);
-        dim3 const grid =
-            device::checked_grid("normalize_planes", p.batch * p.channels * split.count);
-        dispatch_known<kActivate>(p, [&](auto known) {
+void launch_planes(GroupNormProblem const& p, T const* input, U* output, Affine const& affine,
+                   cudaStream_t stream) {
+  constexpr int kVector = 16 / sizeof(T);
+  int64_t const planes = p.batch * p.channels;
+  bool const large = p.pixels >= 2048;
+  bool const vectors = (large || p.pixels % kVector == 0) && device::is_aligned(input, 16) &&
+                       device::is_aligned(output, kVector * int64_t(sizeof(U)));
+  dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
+    if (!large) {
+      FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels: got ", planes);
+      int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
+      dim3 const grid =
+          device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
+      normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
+          input, output, affine, unsigned(p.pixels), unsigned(planes));
+      return;
+    }
+    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluBefore, kQuickGeluAfter>(
+        p, [&](auto known) {
+          int64_t const bytes = kShares<T, known.value> * kRunBytes;
+          Split const split = split_run(p.pixels, sizeof(T), kVector, bytes);
+          dim3 const grid = device::checked_grid("normalize_planes", planes * split.count);
           normalize_planes<T, U, vector.value, known.value><<<grid, kThreads, 0, stream>>>(
               input, output, affine, p.pixels, split.size, split.count);
         });
-      } else {
-        int64_t const planes = p.batch * p.channels;
-        FUSEDCONV_CHECK(planes <= 0x7fffffff, "normalize: batch x channels: got ", planes);
-        int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
-        dim3 const grid =
-            device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
-        normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
-            input, output, affine, unsigned(p.pixels), unsigned(planes));
-      }
+  });
+  FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
+}
+
+template <class T, class U, bool kActivate>
+void launch_rows(GroupNormProblem const& p, T const* input, U* output, Affine const& affine,
+                 cudaStream_t stream) {
+  dispatch_last_vector<T>(last_vector(p, input, output), [&](auto vector) {
+    RowMap const map = RowMap::of(p.input_row_channels(), vector.value);
+    int const shared_bytes = map.columns * vector.value * int(sizeof(float4));
+    int64_t const least_rows = int64_t(map.rows) * kLoads;
+    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter>(p, [&](auto known) {
+      int64_t const most_rows = least_rows * kShares<T, known.value>;
+      bool const many = p.batch * map.slabs * ceil_div(p.pixels, most_rows) >= kFewestBlocks;
+      int64_t const block_rows = many ? most_rows : least_rows;
+      int64_t const row_blocks = ceil_div(p.pixels, block_rows);
+      dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
+      normalize_rows<T, U, vector.value, known.value><<<grid, kThreads, shared_bytes, stream>>>(
+          input, output, affine, p.input_row_channels(), p.pixels, block_rows, unsigned(row_blocks),
+          map);
     });
-    FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
-    return;
-  }
-  if (p.output_layout == Layout::kChannelsLast) {
-    Split const split = split_rows(p);
-    dispatch_last_vector<T>(last_vector(p, input, output), [&](auto vector) {
-      RowMap const map = RowMap::of(p.input_row_channels(), vector.value);
-      dim3 const grid = device::checked_grid("normalize_rows", p.batch * split.count, map.slabs);
-      normalize_rows<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
-          input, output, affine, p.input_row_channels(), p.pixels, split.size, split.count, map);
-    });
-    FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
-    return;
-  }
+  });
+  FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
+}
+
+template <class T, class U, bool kActivate>
+void launch_tiles(GroupNormProblem const& p, T const* input, U* output, Affine const& affine,
+                  cudaStream_t stream) {
   using Tile = device::TransposeTile<U>;
   int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
   dim3 const grid = device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles,
                                          ceil_div(p.channels, Tile::kChannels));
   device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
     if constexpr (vector.value * sizeof(U) <= 16) {
-      normalize_to_channels_first<T, U, vector.value, kActivate>
-          <<<grid, device::kTileThreads, 0, stream>>>(input, output, affine, p.input_row_channels(),
-                                                      p.pixels, unsigned(pixel_tiles));
+      dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter>(p, [&](auto known) {
+        normalize_to_channels_first<T, U, vector.value, known.value>
+            <<<grid, device::kTileThreads, 0, stream>>>(
+                input, output, affine, p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
+      });
     }
   });
   FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());
+}
+
+template <class T, class U, bool kActivate>
+void launch_normalize(GroupNormProblem const& p, GroupNormTensors const& tensors,
+                      Affine const& affine, cudaStream_t stream) {
+  auto const* input = static_cast<T const*>(tensors.input);
+  auto* output = static_cast<U*>(tensors.output);
+  if (p.input_layout == Layout::kChannelsFirst) {
+    launch_planes<T, U, kActivate>(p, input, output, affine, stream);
+  } else if (p.output_layout == Layout::kChannelsLast) {
+    launch_rows<T, U, kActivate>(p, input, output, affine, stream);
+  } else {
+    launch_tiles<T, U, kActivate>(p, input, output, affine, stream);
+  }
 }
 
 }  // namespace

@@ -76,14 +76,10 @@ __global__ void __launch_bounds__(resident_block(kThreads),
       packs[k].forget();
       unsigned const index = thread + k * kThreads;
       TableEntry const* const entries = channels + index % columns * kVector;
-      Pack<T, kVector> result;
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        ChannelAffine const channel{group.mean, entries[v].x, entries[v].y};
-        result.values[v] = device::from_float<T>(
-            normalized<kActivate>(device::to_float(packs[k].values[v]), channel, affine));
-      }
-      result.store(output + base + offset(index));
+      auto const channel = [&](int v) {
+        return ChannelAffine{group.mean, entries[v].x, entries[v].y};
+      };
+      normalized_pack<T, kActivate>(packs[k], channel, affine).store(output + base + offset(index));
     }
   }
 }

@@ -117,6 +117,13 @@ def output_extent(extent, kernel, stride, padding, extra, dilation) -> int:
     return (extent - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1
 
 
+def meets_outputs(extent, kernel, stride, padding, extra, dilation) -> bool:
+    """Whether any product along the axis lands within the output."""
+    outputs = range(output_extent(extent, kernel, stride, padding, extra, dilation))
+    places = (stride * i + dilation * k - padding for i in range(extent) for k in range(kernel))
+    return any(place in outputs for place in places)
+
+
 def random_problem(precision: str, generator: random.Random) -> dict[str, Any]:
     """A transposed convolution of any arguments with what follows it, for
     ``fused_against_fp64``."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedconv
 from fusedconv.benchmark import DTYPES, PRECISIONS
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda import convolution, sm80, sm90, taps
+from fusedconv.kernels.cuda import convolution, sm80, sm90, taps, taps_sm90
 from fusedconv.kernels.cuda.sm90 import FEWEST_STRICT_CHANNELS
 from fusedconv.kernels.torch import TorchForward
 from fusedconv.models import SYSTEMS
@@ -42,7 +42,7 @@ def eager_precision(monkeypatch):
 
 
 def conv_rows() -> list[str]:
-    rows = (sm80.CutlassSm80, sm90.CutlassSm90, taps.TapsRow)
+    rows = (sm80.CutlassSm80, sm90.CutlassSm90, taps.TapsSm80, taps_sm90.TapsSm90)
     return [kernel.name for kernel in registry().kernels() if isinstance(kernel, rows)]
 
 

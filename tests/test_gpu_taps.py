@@ -24,11 +24,12 @@ import fusedconv
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda.taps import TapsRow, TapsSm80
+from fusedconv.kernels.cuda.taps_sm90 import TapsSm90
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, TapsRow)]
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, (TapsSm80, TapsSm90))]
 names = {"ids": lambda kernel: kernel.name}
 #: Of each row.
 RANDOM_PROBLEMS = 40

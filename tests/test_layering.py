@@ -72,6 +72,7 @@ USE_COMPILED = {
     "selection",
     "winners",
     "kernels.cuda.batch_norm",
+    "kernels.cuda.boxes_sm90",
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
     "kernels.cuda.gradients",

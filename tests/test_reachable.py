@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "cutlass_sm80": 80,
     "cutlass_sm90": 90,
     "taps_sm80": 80,
+    "boxes_sm90": 90,
     "taps_sm90": 90,
     "groupnorm_cuda": 90,
     "gradients_sm90": 90,
@@ -48,7 +49,7 @@ SIZES = (
     (64, (16, 20, 20), 1),
 )
 #: The same of strides as large as the kernel.
-PATCHES = ((4, (37, 37), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
+PATCHES = ((4, (37, 37), 4), (4, (40, 40), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 

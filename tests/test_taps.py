@@ -17,13 +17,14 @@ import fusedconv
 from fusedconv import ForwardProblem
 from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda import taps
+from fusedconv.kernels.cuda import taps, taps_sm90
 from fusedconv.kernels.cuda.convolution import by_axis
 from fusedconv.lowering import lower
 from fusedconv.registry import registry
 from fusedconv.selection import choose
 
-KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, taps.TapsRow)]
+ROWS = (taps.TapsSm80, taps_sm90.TapsSm90)
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, ROWS)]
 #: Whose schedules these tests know, and which serve every problem.
 SM80 = [kernel for kernel in KERNELS if isinstance(kernel, taps.TapsSm80)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
@@ -456,7 +457,8 @@ def test_forced_by_name_and_by_provider(kernel):
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_strided_layers_are_served_by_these(precision):
-    """But by a matrix product on Hopper where the filter is as large as the stride."""
+    """But on Hopper by tensor copies, and by a matrix product where the filter is as large as the
+    stride."""
     kernel = next(k for k in KERNELS if k.precision == precision)
     mask = Sizes(64, 32, 1, (128, 128), (2, 2), (2, 2), (0, 0), (0, 0), (1, 1))
     normalised = Sizes(
@@ -472,7 +474,8 @@ def test_strided_layers_are_served_by_these(precision):
             if product:
                 assert explanation.kernel.endswith("_interleaved"), explanation.kernel
             else:
-                assert explanation.provider.startswith("taps_"), explanation.kernel
+                expected = "boxes_sm90" if architecture == 90 else "taps_sm80"
+                assert explanation.provider == expected, explanation.kernel
 
 
 def test_a_tensor_with_few_positions_is_left_to_torch():

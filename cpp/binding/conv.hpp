@@ -9,9 +9,8 @@
 namespace fusedconv::binding {
 
 template <class Config>
-void bind_convolve_steps(py::module_& m) {
+void bind_convolve(py::module_& m) {
   using Convolve = conv::Convolve<Config>;
-  using Merge = conv::MergeMoments<Config>;
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve",
       "Convolution, bias, scale and shift, activation, and partial moments of activated values.")
@@ -21,6 +20,12 @@ void bind_convolve_steps(py::module_& m) {
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
            py::arg("partials"), py::arg("scale") = Operand(), py::arg("shift") = Operand(),
            "scale, shift: float32 of each channel behind the bias, where the config has them.");
+}
+
+template <class Config>
+void bind_convolve_steps(py::module_& m) {
+  using Merge = conv::MergeMoments<Config>;
+  bind_convolve<Config>(m);
   py::class_<Merge, Step, std::shared_ptr<Merge>>(
       m, "MergeMoments", "Partial moments to statistics by sample and group.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),
@@ -28,15 +33,20 @@ void bind_convolve_steps(py::module_& m) {
            py::arg("statistics"), py::arg("mean"), py::arg("rstd"));
 }
 
-// Of those that read a packed filter.
 template <class Config>
-void bind_shared_steps(py::module_& m) {
+void bind_pack_filter(py::module_& m) {
   using Pack = conv::PackFilter<Config>;
   py::class_<Pack, Step, std::shared_ptr<Pack>>(
       m, "PackFilter", "A weight to the order in which the convolution consumes it.")
       .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("source"), py::arg("weight"),
            py::arg("filter"));
+}
+
+// Of those that read a packed filter.
+template <class Config>
+void bind_shared_steps(py::module_& m) {
+  bind_pack_filter<Config>(m);
   bind_convolve_steps<Config>(m);
 }
 

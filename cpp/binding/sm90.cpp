@@ -82,6 +82,7 @@ void bind_sm90(py::module_& m) {
   room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   bind_config(room);
   bind_steps(room);
+  bind_sm90_boxes(room);
   bind_sm90_runs(room);
   bind_sm90_taps(room);
   bind_sm90_wgrad(room);

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "conv/math_table.hpp"
@@ -121,6 +122,16 @@ inline constexpr bool kScales = requires { requires Config::kScales; };
 template <class Arguments>
 Arguments arguments_of(void (*launch)(Arguments const&, cudaStream_t));
 
+template <class Config>
+using ArgumentsOf = decltype(arguments_of(std::declval<Config const&>().row->launch));
+
+// Whether a config's convolution takes moments of what it activates, and may store what it was.
+template <class Config>
+inline constexpr bool kTakesMoments = requires(ArgumentsOf<Config> arguments) {
+  arguments.partials;
+  arguments.activates_output;
+};
+
 // Convolution, bias, scale and shift of each channel, activation, and by tile and channel the
 // moments of activated values. Without activates_output it is stored before the activation. bias,
 // partials, scale and shift may be absent.
@@ -142,6 +153,10 @@ class Convolve final : public Step {
         shift_(shift) {
     bool const scales = scale.present() || shift.present();
     expect(config, "scale and shift", scales, scales && kScales<Config>);
+    if constexpr (!kTakesMoments<Config>) {
+      expect(config, "partials", partials.present(), false);
+      expect(config, "activates_output", activates_output, true);
+    }
   }
 
   std::string describe() const override {
@@ -155,16 +170,17 @@ class Convolve final : public Step {
     return {input_, filter_, bias_, output_, partials_, scale_, shift_};
   }
   void run(RunContext const& context, void*) const override {
-    decltype(arguments_of(config_.row->launch)) arguments{
-        .config = config_,
-        .batch = int(context.samples),
-        .activation = activation_,
-        .activates_output = activates_output_,
-        .input = context.at(input_),
-        .filter = context.at(filter_),
-        .bias = context.at(bias_),
-        .output = context.at(output_),
-        .partials = context.at<typename PartialOf<Config>::Type>(partials_)};
+    ArgumentsOf<Config> arguments{.config = config_,
+                                  .batch = int(context.samples),
+                                  .activation = activation_,
+                                  .input = context.at(input_),
+                                  .filter = context.at(filter_),
+                                  .bias = context.at(bias_),
+                                  .output = context.at(output_)};
+    if constexpr (kTakesMoments<Config>) {
+      arguments.activates_output = activates_output_;
+      arguments.partials = context.at<typename PartialOf<Config>::Type>(partials_);
+    }
     if constexpr (kScales<Config>) {
       arguments.scale = context.at<float>(scale_);
       arguments.shift = context.at<float>(shift_);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,6 +169,10 @@ class Kernel:
     provider: str
     #: The parts of a pass that it computes, any of them or all.
     computes: frozenset[str]
+
+    def is_named(self, names: Container[str]) -> bool:
+        """Whether its name or its provider is among the names."""
+        return self.name in names or self.provider in names
 
 
 class ForwardKernel(Kernel, ABC):

@@ -83,15 +83,16 @@ class Registry:
         result = [_candidate(k, problem, device) for k in self.computing(problem.parts)]
         return sorted(result, key=lambda c: (c.cost is None, c.cost or 0.0))
 
-    def forced_names(self, forced: str) -> list[str]:
-        """The kernels and providers that a value of FUSEDCONV_KERNEL lists. Raises NoKernelError
-        where it lists none, or one that is not registered."""
+    def forced_names(self, forced: str, source: str = FORCE_VARIABLE) -> list[str]:
+        """The kernels and providers that a value of FUSEDCONV_KERNEL lists, or one of the same form
+        from another ``source``. Raises NoKernelError where it lists none, or one that is not
+        registered."""
         names = [name.strip() for name in forced.split(",") if name.strip()]
         providers = {kernel.provider for kernel in self._kernels.values()}
         unknown = [name for name in names if name not in providers and name not in self._kernels]
         if unknown or not names:
             raise NoKernelError(
-                f"{FORCE_VARIABLE}: "
+                f"{source}: "
                 + (
                     f"no kernel or provider is called {', '.join(unknown)}"
                     if unknown

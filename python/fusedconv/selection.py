@@ -29,7 +29,6 @@ from fusedconv.plan import (
     ForwardPlan,
     Gradients,
     JoinedPlan,
-    Kernel,
     Outputs,
     Plan,
 )
@@ -164,13 +163,10 @@ def _admissible(
         return found
     names = known.forced_names(forced)
 
-    def is_named(kernel: Kernel) -> bool:
-        return kernel.name in names or kernel.provider in names
-
-    able = {part for k in known.kernels() if is_named(k) for part in k.computes}
+    able = {part for k in known.kernels() if k.is_named(names) for part in k.computes}
     if not able & set(parts):
         return found
-    return [candidate for candidate in found if is_named(candidate.kernel)]
+    return [candidate for candidate in found if candidate.kernel.is_named(names)]
 
 
 def pieces(
@@ -274,18 +270,23 @@ def is_tuned(problem: Problem, device: Device) -> bool:
 
 
 def choose(
-    problem: Problem, device: Device, forced: str | None = None, known: Registry | None = None
+    problem: Problem,
+    device: Device,
+    forced: str | None = None,
+    known: Registry | None = None,
+    tuned: bool = True,
 ) -> Choice:
     """Which kernels compute a problem: forced, else tuned, else of the lowest cost.
 
     ``forced`` restricts the choice to the named kernels or providers, as FUSEDCONV_KERNEL does.
+    ``tuned`` False passes over what was tuned.
     Raises NoKernelError with each candidate's reason where none is left.
     """
     known = registry() if known is None else known
-    if not forced:
-        tuned = _by_tuning(problem, device, known)
-        if tuned is not None:
-            return tuned
+    if tuned and not forced:
+        choice = _by_tuning(problem, device, known)
+        if choice is not None:
+            return choice
     return _by_cost(problem, device, forced, known)
 
 

@@ -35,14 +35,18 @@ CUtensorMapDataType data_type(Math math) {
 
 }  // namespace
 
-CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,
-                       ConvProblem const& problem, int batch) {
+CUresult try_encode_map(Math math, void const* tensor, MapAxes const& axes, CUtensorMap& map) {
   cuuint32_t const steps[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
-  CUresult const status = tensor_map_encoder()(
-      &map, data_type(math), 5, const_cast<void*>(input), axes.extents.data(), axes.strides.data(),
+  return tensor_map_encoder()(
+      &map, data_type(math), 5, const_cast<void*>(tensor), axes.extents.data(), axes.strides.data(),
       axes.box.data(), steps, CU_TENSOR_MAP_INTERLEAVE_NONE, axes.swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,
+                       ConvProblem const& problem, int batch) {
+  CUtensorMap map;
+  CUresult const status = try_encode_map(math, input, axes, map);
   if (status != CUDA_SUCCESS) {
     throw KernelFailure(detail::join(row, ": cuTensorMapEncodeTiled failed with ", int(status),
                                      " for N=", batch, " C=", problem.c, " DHW=", problem.d, "x",

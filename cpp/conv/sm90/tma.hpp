@@ -20,6 +20,9 @@ struct MapAxes {
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
 };
 
+// Fills `map`, if its status is CUDA_SUCCESS. Copies round to TF32 on the way where `math` does.
+CUresult try_encode_map(Math math, void const* tensor, MapAxes const& axes, CUtensorMap& map);
+
 // Throws KernelFailure, which names the row and the problem. Copies round to TF32 on the way where
 // that is the mode.
 CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "conv/taps/failure.hpp"
+#include "conv/failure.hpp"
 #include "conv/taps/kernel.hpp"
 #include "conv/taps/rows.hpp"
 #include "conv/taps/traits.hpp"

@@ -17,6 +17,7 @@ from fusedconv.plan import (
     ForwardKernel,
     ForwardPlan,
     Gradients,
+    JoinedPlan,
     Kernel,
     Outputs,
 )
@@ -328,6 +329,17 @@ class TorchConvolutionBackward(BackwardKernel):
 
     def compile(self, problem: BackwardProblem, device: Device) -> TorchConvolutionPlan:
         return TorchConvolutionPlan(problem)
+
+
+def gradients_plan(problem: BackwardProblem) -> BackwardPlan:
+    """torch's operators for every part of a backward pass."""
+    plans: list[BackwardPlan] = []
+    if "epilogue" in problem.parts:
+        plans.append(TorchEpiloguePlan(problem.part(["epilogue"])))
+    convolution = [part for part in problem.parts if part != "epilogue"]
+    if convolution:
+        plans.append(TorchConvolutionPlan(problem.part(convolution)))
+    return JoinedPlan(plans)
 
 
 def kernels() -> list[Kernel]:

@@ -158,21 +158,24 @@ def differentiates_gradients(grad: Tensor) -> bool:
 def composed(
     name: str, problem: ForwardProblem, device: str, requested: str | None, tensors: Tensors
 ) -> Outputs:
-    """The problem in torch's operators, for derivatives beyond the first and in forward mode.
+    """The problem in torch's operators, for derivatives beyond the first and in forward mode, and
+    for programs that run without this package.
 
     Raises NotImplementedError where an explicit precision differs from torch's switch, which is
-    what the derivatives would follow.
+    what the operators would follow.
     """
     switch = conv_fp32_precision()
     is_float32_on_cuda = device == "cuda" and problem.dtype == torch.float32
     if is_float32_on_cuda and requested not in (None, switch):
         raise NotImplementedError(
             f"precision: got {requested!r} under a torch.func transform, forward-mode or second "
-            f"differentiation, expected None or {switch!r}, which torch's switch asks for"
+            f"differentiation or decomposition, expected None or {switch!r}, which torch's switch "
+            "asks for"
         )
     log_once(
         (name, "composed"),
-        "%s: torch's operators serve torch.func transforms, forward-mode and second derivatives",
+        "%s: torch's operators serve torch.func transforms, forward-mode and second derivatives, "
+        "decompositions and ONNX",
         name,
     )
     outputs = compose(problem, *tensors)

@@ -23,7 +23,8 @@ from fusedconv.ops.common import (
     register_batching,
     register_gradients,
 )
-from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan
+from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan, torch_backward_plan
+from fusedconv.plan import BackwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.recording import record
 from fusedconv.selection import run
@@ -105,7 +106,16 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call = ConvCall(*arguments)
     plan = backward_plan(call, grad, conv_output, _DIFFERENTIABLE, output_mask)
-    saved = (conv_output, mean, rstd)
+    return _computed(plan, call, grad, (conv_output, mean, rstd), output_mask)
+
+
+def _computed(
+    plan: BackwardPlan,
+    call: ConvCall,
+    grad: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
     return computed_gradients(
         plan, _DIFFERENTIABLE, _DIFFERENTIABLE, _given, call.tensors, grad, saved, output_mask
     )
@@ -134,13 +144,27 @@ def _backward_fake(
     )
 
 
-def _in_torch(*arguments: Any) -> Saved:
+def in_torch(*arguments: Any) -> Saved:
     """The operator in torch's own, which differentiate in every way."""
     *values, save = arguments
     call = ConvCall(*values)
     device = call.input.device.type
     outputs = composed(_NAME, call.problem(save), device, call.precision, call.tensors)
     return operator_outputs(call.input, outputs)
+
+
+def backward_in_torch(
+    grad: Tensor,
+    conv_output: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    output_mask: Sequence[bool],
+    *arguments: Any,
+) -> tuple[Tensor, ...]:
+    """The gradients' operator in torch's own."""
+    call = ConvCall(*arguments)
+    plan = torch_backward_plan(call, grad, _DIFFERENTIABLE, output_mask)
+    return _computed(plan, call, grad, (conv_output, mean, rstd), output_mask)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -172,7 +196,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
     if differentiates_gradients(grad):
         gradients = gradients_by_composition(
-            lambda *leaves: _in_torch(*call(leaves), False)[0], leaves, needs, grad
+            lambda *leaves: in_torch(*call(leaves), False)[0], leaves, needs, grad
         )
     else:
         values = call(leaves)._replace(precision=ctx.precision)
@@ -200,14 +224,14 @@ def _traced(*arguments: Any) -> Tensor:
     return result
 
 
-register_gradients(_NAME, _gradients, _setup_context, _in_torch)
+register_gradients(_NAME, _gradients, _setup_context, in_torch)
 
 
 direct = direct_operator(
     _DIFFERENTIABLE,
     _DIFFERENTIABLE,
     _given,
-    lambda call: _in_torch(*call, False)[0],
+    lambda call: in_torch(*call, False)[0],
     lambda grad, conv_output, mean, rstd, needs, call: (
         torch.ops.fusedconv.conv_transpose_act_norm_backward(
             grad, conv_output, mean, rstd, needs, *call

@@ -23,7 +23,13 @@ from fusedconv.ops.common import (
     register_batching,
     register_gradients,
 )
-from fusedconv.ops.planning import NormCall, backward_plan, group_norm_plan
+from fusedconv.ops.planning import (
+    NormCall,
+    backward_plan,
+    group_norm_plan,
+    torch_backward_plan,
+)
+from fusedconv.plan import BackwardPlan
 from fusedconv.recording import record
 from fusedconv.selection import run
 
@@ -86,7 +92,16 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     call = NormCall(*arguments)
     plan = backward_plan(call, grad, None, _GRADIENTS, output_mask)
-    saved = (None, mean, rstd)
+    return _computed(plan, call, grad, (None, mean, rstd), output_mask)
+
+
+def _computed(
+    plan: BackwardPlan,
+    call: NormCall,
+    grad: Tensor,
+    saved: tuple[None, Tensor, Tensor],
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
     return computed_gradients(
         plan, _DIFFERENTIABLE, _GRADIENTS, _given, call.tensors, grad, saved, output_mask
     )
@@ -112,13 +127,22 @@ def _backward_fake(
     )
 
 
-def _in_torch(*arguments: Any) -> Outputs:
+def in_torch(*arguments: Any) -> Outputs:
     """The operator in torch's own, which differentiate in every way."""
     call = NormCall(*arguments)
     tensors = (call.input, None, None, call.weight, call.bias)
     outputs = composed(_NAME, call.problem(True), call.input.device.type, None, tensors)
     output, _, mean, rstd = operator_outputs(call.input, outputs)
     return output, mean, rstd
+
+
+def backward_in_torch(
+    grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The gradients' operator in torch's own."""
+    call = NormCall(*arguments)
+    plan = torch_backward_plan(call, grad, _GRADIENTS, output_mask)
+    return _computed(plan, call, grad, (None, mean, rstd), output_mask)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -143,7 +167,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
     if differentiates_gradients(grad):
         gradients = gradients_by_composition(
-            lambda *leaves: _in_torch(*call(leaves))[0], leaves, needs, grad
+            lambda *leaves: in_torch(*call(leaves))[0], leaves, needs, grad
         )
     else:
         with recorded_with(ctx.recording):
@@ -155,12 +179,12 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     return tuple(result)
 
 
-register_gradients(_NAME, _gradients, _setup_context, _in_torch)
+register_gradients(_NAME, _gradients, _setup_context, in_torch)
 direct = direct_operator(
     _DIFFERENTIABLE,
     _GRADIENTS,
     _given,
-    lambda call: _in_torch(*call)[0],
+    lambda call: in_torch(*call)[0],
     lambda grad, conv_output, mean, rstd, needs, call: torch.ops.fusedconv.group_norm_backward(
         grad, mean, rstd, needs, *call
     ),

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.device import device_record
 from fusedconv.errors import NoKernelError
-from fusedconv.kernels.torch import TorchForward, TorchPlan
+from fusedconv.kernels.torch import TorchForward, TorchPlan, gradients_plan
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
 from fusedconv.ops.watching import is_watched
@@ -291,6 +291,33 @@ def torch_differentiates(plan: TorchPlan, device: torch.device) -> bool:
     return plan.differentiates
 
 
+def _wanted(call: ConvCall | NormCall, names: tuple[str, ...], needs: Sequence[bool]) -> list[str]:
+    """Which gradients ``needs`` asks for; ``names`` are what a problem calls the gradients of the
+    call's tensors."""
+    return [
+        name
+        for name, need, tensor in zip(names, needs, call.tensors, strict=True)
+        if need and tensor is not None
+    ]
+
+
+def torch_backward_plan(
+    call: ConvCall | NormCall, grad: Tensor, names: tuple[str, ...], needs: Sequence[bool]
+) -> BackwardPlan:
+    """As ``backward_plan``, of torch's operators, for tensors that may have no memory."""
+    wanted = _wanted(call, names, needs)
+    if not wanted:
+        return JoinedPlan(())
+    problem = BackwardProblem.of(
+        call.problem(True),
+        grad_dtype=grad.dtype,
+        grad_layout=layout_of(grad.shape, grad.stride()),
+        aligned=True,
+        gradients=wanted,
+    )
+    return gradients_plan(problem)
+
+
 def backward_plan(
     call: ConvCall | NormCall,
     grad: Tensor,
@@ -300,11 +327,7 @@ def backward_plan(
 ) -> BackwardPlan:
     """The plan of the gradients that ``needs`` asks for, of a call that saved; ``names`` are what
     a problem calls the gradients of the call's tensors."""
-    wanted = [
-        name
-        for name, need, tensor in zip(names, needs, call.tensors, strict=True)
-        if need and tensor is not None
-    ]
+    wanted = _wanted(call, names, needs)
     if not wanted:
         return JoinedPlan(())
     if isinstance(call, ConvCall) and call.precision is None:

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "conv/taps/failure.hpp"
+#include "conv/failure.hpp"
 #include "conv/taps/sm90/kernel.hpp"
 #include "conv/taps/sm90/params.hpp"
 #include "conv/taps/sm90/rows.hpp"

@@ -56,6 +56,9 @@ class ConvolutionRow(ForwardKernel):
 
     #: Normalisations without groups that it serves.
     ungrouped: frozenset[str] = frozenset()
+    #: Whether its convolution takes GroupNorm's moments, and may store what it was before the
+    #: activation; else passes over its output do.
+    takes_moments = True
 
     def __init__(self, room: Any, index: int, row: Any) -> None:
         self.room = room
@@ -97,9 +100,10 @@ class ConvolutionRow(ForwardKernel):
         if filter is None:
             filter = self.pack_filter(program, config)
         partials = program.absent
-        if program.groups:
+        if program.groups and self.takes_moments:
             partials = program.scratch(config.partial_bytes_per_sample)
-        activation, affine = program.form.before, {}
+        activates = self.takes_moments or not program.problem.save
+        activation, affine = program.form.before if activates else "identity", {}
         if _is_affine(program.form):
             activation = program.form.after
             affine = {"scale": program.norm_weight, "shift": program.norm_bias}
@@ -107,7 +111,7 @@ class ConvolutionRow(ForwardKernel):
             self.room.Convolve(
                 config,
                 activation=COMPILED[activation],
-                activates_output=not program.problem.save,
+                activates_output=not (self.takes_moments and program.problem.save),
                 input=program.input,
                 filter=filter,
                 bias=program.bias,
@@ -127,7 +131,7 @@ class ConvolutionRow(ForwardKernel):
         return group_norm_problem(
             problem,
             ActNormAct(False, before, form.norm, form.after),
-            input_layout=problem.output_layout,
+            input_layout=program.conv_layout,
             output_layout=problem.output_layout,
             batch=batch,
         )
@@ -161,11 +165,17 @@ class InPlaceRow(ConvolutionRow):
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         """Of one launch."""
 
-    def chunk(self, problem: ForwardProblem, config: Any) -> int:
-        """Samples per pass over the steps: what fits the scratch limit, one at least."""
-        scratch = config.partial_bytes_per_sample if problem.norm_groups else 0
+    def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
+        """Of a sample."""
+        moments = problem.norm_groups > 0 and self.takes_moments
+        scratch = int(config.partial_bytes_per_sample) if moments else 0
         if _goes_through_scratch(problem):
             scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
+        return scratch
+
+    def chunk(self, problem: ForwardProblem, config: Any) -> int:
+        """Samples per pass over the steps: what fits the scratch limit, one at least."""
+        scratch = self.scratch_bytes(problem, config)
         most = min(CHUNK_BYTES // max(1, scratch), self.most_samples(problem, config))
         return equal_chunk(problem.batch, most)
 
@@ -178,6 +188,10 @@ class InPlaceRow(ConvolutionRow):
             moved += 2 * problem.input_elements * problem.dtype.itemsize
         launches = (1 + chunks * (1 + passes + (problem.norm_groups > 0))) if chunks else 0
         return device.copy_milliseconds(moved) + device.launch_milliseconds * launches
+
+    def stores_result(self, problem: ForwardProblem) -> bool:
+        """Whether what the convolution stores is the result, its layout apart."""
+        return _passes(problem) == 0
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
@@ -207,6 +221,10 @@ class InPlaceRow(ConvolutionRow):
                     output=program.output,
                 )
             )
+            return
+        if not self.takes_moments:
+            before = program.form.before if program.problem.save else "identity"
+            program.normalise(input, input_layout=program.conv_layout, before=before)
             return
         norm, statistics = self.statistics(program, config, partials)
         program.compiled.per_chunk(

@@ -260,6 +260,8 @@ class ForwardProgram:
         self.compiled = _C.Program(device.index, problem.batch, batch_chunk)
         self.absent = _C.Operand()
         self.groups = problem.norm_groups
+        #: Of the convolution's output, as what comes behind reads it.
+        self.conv_layout: str = problem.output_layout
         size = problem.dtype.itemsize
         output = problem.output_channels * math.prod(problem.output_spatial)
         tensor = self.compiled.tensor
@@ -293,6 +295,29 @@ class ForwardProgram:
             )
         )
         return padded
+
+    def channels_last_input(
+        self, *, padded_channels: int = 0, round_tf32: bool = False
+    ) -> _C.Operand:
+        """Appends what turns the problem's input to channels last, each pixel's channels padded
+        with zeros to ``padded_channels``, and rounds it to TF32 if asked; where it lies."""
+        problem = self.problem
+        padded = padded_channels or problem.channels
+        pixels = math.prod(problem.spatial)
+        turned = self.scratch(pixels * padded * problem.dtype.itemsize)
+        self.compiled.per_chunk(
+            _C.layout.ToChannelsLast(
+                channels=problem.channels,
+                padded_channels=padded,
+                pixels=pixels,
+                source=_C.Layout[problem.output_layout],
+                dtype=COMPILED_DTYPES[problem.dtype],
+                round_tf32=round_tf32,
+                input=self.input,
+                output=turned,
+            )
+        )
+        return turned
 
     def statistics(self) -> _C.Operand:
         """Scratch between a step that fills statistics and one that normalises; absent without."""
@@ -339,6 +364,14 @@ class ForwardProgram:
 
     def save_conv_output(self, conv_output: _C.Operand, *, row_channels: int) -> None:
         """Appends the pass that saves a channels-last convolution output in the caller's layout."""
+        name = "save the convolution's output"
+        self.turn(conv_output, self.conv_output, row_channels=row_channels, name=name)
+
+    def turn(
+        self, input: _C.Operand, output: _C.Operand, *, row_channels: int, name: str = ""
+    ) -> None:
+        """Appends the pass that copies a channels-last convolution output to the caller's layout;
+        ``name`` is the step's, for a person."""
         problem = self.problem
         self.compiled.per_chunk(
             _C.group_norm.Normalize(
@@ -350,12 +383,12 @@ class ForwardProgram:
                     output_dtype=problem.dtype,
                     row_channels=row_channels,
                 ),
-                input=conv_output,
+                input=input,
                 statistics=self.absent,
                 weight=self.absent,
                 bias=self.absent,
-                output=self.conv_output,
-                name="save the convolution's output",
+                output=output,
+                name=name,
             )
         )
 

@@ -185,7 +185,7 @@ class CutlassSm80(ForwardKernel):
         dtype = COMPILED_DTYPES[problem.dtype]
         c, k = problem.channels, problem.output_channels
         padded_c, padded_k = self._padded(c), self._padded(k)
-        input_bytes, output_bytes = self._sample_bytes(problem)
+        _, output_bytes = self._sample_bytes(problem)
 
         program = ForwardProgram(problem, device, self._chunk(problem))
         form = program.form
@@ -208,20 +208,9 @@ class CutlassSm80(ForwardKernel):
         )
         input = program.input
         if not self._reads_input_directly(problem):
-            channels_last = program.scratch(input_bytes)
-            program.compiled.per_chunk(
-                _C.layout.ToChannelsLast(
-                    channels=c,
-                    padded_channels=padded_c,
-                    pixels=math.prod(problem.spatial),
-                    source=_C.Layout[problem.output_layout],
-                    dtype=dtype,
-                    round_tf32=self.takes_rounded,
-                    input=input,
-                    output=channels_last,
-                )
+            input = program.channels_last_input(
+                padded_channels=padded_c, round_tf32=self.takes_rounded
             )
-            input = channels_last
 
         # A saved convolution output is kept as it is before the activation, which then moves into
         # the passes behind it.

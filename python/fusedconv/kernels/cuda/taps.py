@@ -106,6 +106,20 @@ def _config(
     )
 
 
+def taps_config(
+    room: Any,
+    row: int,
+    problem: ForwardProblem,
+    layout: str,
+    aligned: bool,
+    device: Device,
+) -> Any:
+    """How a row serves a problem with a convolution, whose tensors it meets in ``layout`` and at
+    addresses that are multiples of 16 bytes if ``aligned``."""
+    assert problem.conv is not None
+    return _config(room, row, problem.conv, problem.spatial, layout, aligned, device)
+
+
 class TapsRow(InPlaceRow):
     """What rows of ``_C.taps`` and of rooms in it serve, which share how a problem is described."""
 
@@ -120,17 +134,9 @@ class TapsRow(InPlaceRow):
         return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        assert problem.conv is not None
         strided = problem.layout == "strided"  # copied to contiguous NCHW first
-        return _config(
-            self.room,
-            self.index,
-            problem.conv,
-            problem.spatial,
-            problem.output_layout,
-            strided or problem.aligned,
-            device,
-        )
+        aligned = strided or problem.aligned
+        return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         conv = problem.conv
@@ -155,7 +161,7 @@ class TapsRow(InPlaceRow):
             return Support.no(
                 f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
             )
-        if problem.norm_groups:
+        if problem.norm_groups and self.takes_moments:
             channels = problem.output_channels // problem.norm_groups
             moments = config.partial_slots * channels
             if moments > MOST_BLOCKS:

@@ -1,0 +1,69 @@
+// The convolutions whose operands tensor copies bring. Their problems are bound with the tap lists
+// of every architecture.
+#include <pybind11/stl.h>
+
+#include "binding/binding.hpp"
+#include "binding/conv.hpp"
+#include "conv/sm90/boxes/steps.hpp"
+
+namespace fusedconv::binding {
+
+void bind_sm90_boxes(py::module_& room) {
+  using namespace conv::sm90::boxes;
+  py::module_ m = room.def_submodule("boxes", "Convolutions of any stride by tensor copies.");
+  py::class_<Row>(m, "Row", "One compiled kernel.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math)
+      .def_property_readonly(
+          "columns", [](Row const& row) { return row.shape.columns; },
+          "Of a block: output channels of phases.")
+      .def_property_readonly(
+          "segments", [](Row const& row) { return row.shape.segments; },
+          "Of a block's columns: phases that are neighbours, where there are several.")
+      .def_property_readonly(
+          "planes", [](Row const& row) { return row.shape.planes; },
+          "Whether it reads channels first.");
+  m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
+  auto const scheduled = [](auto Schedule::* field) {
+    return [field](Config const& config) { return config.schedule.*field; };
+  };
+  py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
+      .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
+           py::arg("problem"), py::arg("device"))
+      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("reads", &Config::reads)
+      .def_property_readonly("phases", scheduled(&Schedule::phases),
+                             "Residues by axis, those of a set beside each other.")
+      .def_property_readonly(
+          "sets",
+          [](Config const& config) {
+            std::vector<std::array<int, 4>> result;
+            for (PhaseSet const& set : config.schedule.sets) {
+              result.push_back({set.first, set.count, set.first_tap, set.taps});
+            }
+            return result;
+          },
+          "Of phases in a block: first phase, phases, first tap, taps.")
+      .def_property_readonly("shifts", scheduled(&Schedule::taps),
+                             "Of each tap: the input position less the output's, by axis.")
+      .def_property_readonly("masks", scheduled(&Schedule::masks),
+                             "Of each tap: bits of the set's phases that have it.")
+      .def_property_readonly("segment", scheduled(&Schedule::segment),
+                             "Columns of a phase in a block.")
+      .def_property_readonly("channel_blocks", scheduled(&Schedule::channel_blocks))
+      .def_property_readonly("blocks", scheduled(&Schedule::blocks), "Of columns.")
+      .def_property_readonly("chunks", scheduled(&Schedule::chunks), "Of channels.")
+      .def_property_readonly("stages", scheduled(&Schedule::stages))
+      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def("launch_tiles", &Config::tiles, py::arg("batch"),
+           "Pairs of boxes, which a block multiplies at a time.")
+      .def(
+          "box",
+          [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
+          py::arg("batch"), "Positions of a consumer by axis, and samples.");
+  bind_pack_filter<Config>(m);
+  bind_convolve<Config>(m);
+}
+
+}  // namespace fusedconv::binding

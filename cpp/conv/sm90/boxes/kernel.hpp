@@ -1,0 +1,159 @@
+// The convolution: two consumer warpgroups multiply what one thread has copied, tile after tile.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "conv/sm90/boxes/copies.hpp"
+#include "conv/sm90/boxes/epilogue.hpp"
+#include "conv/sm90/boxes/params.hpp"
+#include "conv/sm90/boxes/traits.hpp"
+#include "cuda/async.hpp"
+#include "cuda/launch.hpp"
+#include "cute/arch/config.hpp"
+#include "cute/arch/mma_sm90_desc.hpp"
+#include "cutlass/arch/reg_reconfig.h"
+
+#if defined(__CUDA_ARCH__) && !defined(CUTE_ARCH_MMA_SM90A_ENABLED)
+#error "compile the Hopper family for compute capability 9.0a alone"
+#endif
+
+namespace fusedconv::conv::sm90::boxes {
+
+// leading, stride: bytes, as the layout has them.
+__device__ __forceinline__ uint64_t operand(uint32_t address, gmma::LayoutType layout, int leading,
+                                            int stride) {
+  cute::GmmaDescriptor result;
+  result.bitfield.start_address_ = uint16_t(address >> 4);
+  result.bitfield.leading_byte_offset_ = uint16_t(leading >> 4);
+  result.bitfield.stride_byte_offset_ = uint16_t(stride >> 4);
+  result.bitfield.layout_type_ = uint8_t(layout);
+  return result.desc_;
+}
+
+// Rows of a chunk's channels, swizzled as tensor copies swizzle them, 8 rows after another.
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
+  return operand(address, gmma::LayoutType::B128, 0, 8 * kChunkBytes);
+}
+
+// A slab's lines of so many bytes, each for all channels of a chunk in turn.
+template <class Traits>
+__device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_bytes) {
+  int const line = Traits::kChunk * line_bytes, eight = 8 * line_bytes;
+  switch (line_bytes) {
+    case 128: return operand(address, gmma::LayoutType::B128, line, eight);
+    case 64: return operand(address, gmma::LayoutType::B64, line, eight);
+    case 32: return operand(address, gmma::LayoutType::B32, line, eight);
+    default: return operand(address, gmma::LayoutType::INTERLEAVE, eight, line);
+  }
+}
+
+template <class Mma, int... kIndex>
+__device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sums)[sizeof...(kIndex)],
+                                         std::integer_sequence<int, kIndex...>) {
+  Mma::fma(a, b, sums[kIndex]...);
+}
+
+template <class Traits>
+__device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barriers& barriers,
+                                        unsigned char* shared, Consumer const& self) {
+  using Indices = std::make_integer_sequence<int, Traits::kSums>;
+  uint32_t const ring = device::shared_address(shared);
+  uint32_t const own = ring + self.index * kSlab * kChunkBytes;
+  int const line_bytes = p.box[2] * Traits::kElementBytes;
+  uint64_t const positions0 =
+      Traits::kPlanes ? lines_operand<Traits>(own, line_bytes) : rows_operand(own);
+  uint64_t const filter0 = rows_operand(ring + kConsumers * kSlab * kChunkBytes);
+  // To the channels of the next instruction.
+  uint32_t const step_units =
+      (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
+                       : Traits::kStepBytes) >>
+      4;
+  unsigned char* const staged = shared + p.memory.staged + self.index * 2 * Memory::kPortionBytes;
+  device::RingCursor cursor;
+  auto const release = [&](int stage) {
+    if (self.lane == 0) device::arrive(&barriers.empty[stage]);
+  };
+  for (int turn = 0;; ++turn) {
+    Item const item(p, turn);
+    if (!item.present) return;
+    Block const block(p, item.block);
+    int const steps = block.taps * p.chunks;
+    int tap = 0;
+    Sums<Traits> sums;
+    for_each_sum<Traits>(sums, [](float& sum) { sum = 0.0f; });
+    for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
+    int in_flight = -1;  // the stage that products in flight read
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      uint32_t const offset = uint32_t(cursor.stage * p.stage_bytes) >> 4;
+      uint64_t const a = positions0 + offset;
+      uint64_t b = filter0 + offset;
+      uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
+      if (++tap == block.taps) tap = 0;
+      wait_for(&barriers.full[cursor.stage], cursor.parity);
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int segment = 0; segment < Traits::kSegments; ++segment) {
+        if ((mask >> segment & 1) == 0) continue;
+#pragma unroll
+        for (int i = 0; i < Traits::kSteps; ++i) {
+          multiply<typename Traits::Mma>(a + i * step_units, b + i * (Traits::kStepBytes >> 4),
+                                         sums[segment], Indices{});
+        }
+        b += Traits::kSegmentColumns * kChunkBytes >> 4;
+      }
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<1>();
+      if (in_flight >= 0) release(in_flight);
+      in_flight = cursor.stage;
+      cursor.advance(p.stages);
+    }
+    cute::warpgroup_wait<0>();
+    for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
+    if (in_flight >= 0) release(in_flight);
+
+    Slab const slab(p, item.tile * kConsumers + self.index);
+    if (!slab.present) continue;
+    scale_and_shift<Traits>(p, block, self, reinterpret_cast<float2*>(staged), sums);
+    dispatch_activation(p.activation, [&](auto form) {
+      for_each_sum<Traits>(sums,
+                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
+    });
+    store<Traits>(p, maps, block, slab, self, sums, staged);
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1)
+    convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto& barriers = *reinterpret_cast<Barriers*>(shared + p.memory.barriers);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < p.stages; ++i) {
+      device::init_barrier(&barriers.full[i], 1);
+      device::init_barrier(&barriers.empty[i], kConsumers * kWarpgroupWarps);
+    }
+    device::fence_barrier_init();
+  }
+  device::wait_for_predecessors();
+  __syncthreads();
+  // Uniform, as the compiler sees it too: it would serialise products that might diverge.
+  int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
+  if (role == kConsumers) {
+    cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+    if (threadIdx.x == kConsumers * kWarpgroupThreads) fill_ring<Traits>(p, maps, barriers, shared);
+    return;
+  }
+  cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  Consumer const self{.index = role,
+                      .thread = thread,
+                      .warp = __reduce_max_sync(~0u, thread / 32),
+                      .lane = thread % 32};
+  consume<Traits>(p, maps, barriers, shared, self);
+  // Shared memory lives until all copies have read it.
+  if (self.thread == 0) device::wait_stores_read();
+}
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,47 @@
+// From a row's traits to its entry in the table: launcher and metadata.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "conv/failure.hpp"
+#include "conv/sm90/boxes/kernel.hpp"
+#include "conv/sm90/boxes/maps.hpp"
+#include "conv/sm90/boxes/params.hpp"
+#include "conv/sm90/boxes/rows.hpp"
+#include "conv/sm90/boxes/traits.hpp"
+#include "cuda/launch.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+template <Math kMath, int kColumns, int kSegments, bool kPlanes>
+void launch(Arguments const& a, cudaStream_t stream) {
+  using Own = Traits<kMath, kColumns, kSegments, kPlanes>;
+  Config const& config = a.config;
+  int const shared_bytes = config.schedule.shared_bytes;
+  Params const p = Params::of(a);
+  int64_t const items = int64_t(p.tile_count) * p.blocks;
+  auto const blocks = unsigned(std::min<int64_t>(items, config.multiprocessors));
+  conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
+  conv::check_launch(
+      config, a.batch, "launch",
+      device::launch_early(&convolve<Own>, blocks, kThreads, shared_bytes, stream, p, maps_of(a)));
+}
+
+template <Math kMath, int kColumns, int kSegments = 1, bool kPlanes = false>
+void append_row(std::vector<Row>& rows) {
+  std::string const columns =
+      kSegments == 1 ? detail::join(kColumns) : detail::join(kSegments, "x", kColumns / kSegments);
+  rows.push_back({.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
+                                       kPlanes ? "_planes" : ""),
+                  .math = kMath,
+                  .shape = {.columns = kColumns, .segments = kSegments, .planes = kPlanes},
+                  .launch = &launch<kMath, kColumns, kSegments, kPlanes>});
+}
+
+}  // namespace fusedconv::conv::sm90::boxes

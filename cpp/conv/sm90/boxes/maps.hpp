@@ -1,0 +1,12 @@
+// Tensor maps of the input and of the output's phases.
+#pragma once
+
+#include "conv/sm90/boxes/copies.hpp"
+#include "conv/sm90/boxes/rows.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+// Throws KernelFailure, which names the row and the problem.
+Maps maps_of(Arguments const& arguments);
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,148 @@
+// What the kernel is launched with, and where a block's work is in it.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "conv/sm90/boxes/rows.hpp"
+#include "cutlass/fast_math.h"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+struct Params {
+  unsigned char const* filter;
+  void const* bias;
+  float const* scale;
+  float const* shift;
+  bool channels_last;
+  Activation activation;
+  int output_channels;
+  int tile_count, slab_count, blocks;
+  int chunks, stages, stage_bytes;
+  int segment, store_shift;
+  int piece_shift;        // channels first: positions of a copy's line, two to this
+  int box_bytes;          // of a slab's copy
+  int box[kMaxAxes + 1];  // positions of a slab, and samples
+  Memory memory;
+  cutlass::FastDivmod channel_blocks, segments, slabs_d, slabs_h, slabs_w, box_w, box_lines;
+  uint8_t first_phase[kMostPhases], set_phases[kMostPhases];  // by set
+  uint8_t first_tap[kMostPhases], set_taps[kMostPhases];
+  uint16_t first_row[kMostPhases], set_rows[kMostPhases];
+  Tap taps[kMostTaps];
+  uint16_t masks[kMostTaps];
+
+  static Params of(Arguments const& arguments);
+};
+
+// What a block computes in its turn: a tile of positions for a block of columns. A block takes all
+// columns of a tile in sequence, so that phases with more taps than others burden none, and its
+// input is in the cache. Tiles that are left over are divided by columns.
+struct Item {
+  bool present;
+  int tile;
+  int block;
+
+  __device__ __forceinline__ Item(Params const& p, int turn) {
+    int const blocks = int(gridDim.x), rank = int(blockIdx.x);
+    int const rounds = p.tile_count / blocks;
+    if (turn < rounds * p.blocks) {
+      present = true;
+      tile = rank + turn / p.blocks * blocks;
+      block = turn % p.blocks;
+      return;
+    }
+    int const left = p.tile_count - rounds * blocks;
+    int64_t const index = rank + int64_t(turn - rounds * p.blocks) * blocks;
+    present = index < int64_t(left) * p.blocks;
+    if (!present) return;
+    block = int(index / left);
+    tile = rounds * blocks + int(index % left);
+  }
+};
+
+// A block of columns.
+struct Block {
+  int set, channel;
+  int first_tap, taps;
+  int64_t filter;  // the first of its rows of the packed filter
+
+  __device__ __forceinline__ Block(Params const& p, int index) {
+    int channel_block;
+    p.channel_blocks(set, channel_block, index);
+    channel = channel_block * p.segment;
+    first_tap = p.first_tap[set];
+    taps = p.set_taps[set];
+    filter = (int64_t(p.first_row[set]) * p.channel_blocks.divisor +
+              int64_t(channel_block) * p.set_rows[set]) *
+             p.chunks;
+  }
+};
+
+// Where a slab lies: the first of its positions, by axis, and its first sample.
+struct Slab {
+  bool present;
+  int origin[kMaxAxes];
+  int sample;
+
+  __device__ __forceinline__ Slab(Params const& p, int number) : present(number < p.slab_count) {
+    int rest, d, h, w;
+    p.slabs_w(rest, w, number);
+    p.slabs_h(rest, h, rest);
+    p.slabs_d(sample, d, rest);
+    origin[0] = d * p.box[0];
+    origin[1] = h * p.box[1];
+    origin[2] = w * p.box[2];
+    sample *= p.box[kMaxAxes];
+  }
+};
+
+inline Params Params::of(Arguments const& a) {
+  Config const& config = a.config;
+  Schedule const& s = config.schedule;
+  Params p{};
+  p.filter = static_cast<unsigned char const*>(a.filter);
+  p.bias = a.bias;
+  p.scale = a.scale;
+  p.shift = a.shift;
+  p.activation = a.activation;
+  p.channels_last = s.layout == Layout::kChannelsLast;
+  p.output_channels = config.problem.output_channels;
+  Slabs const slabs = s.slabs(a.batch);
+  constexpr int64_t kMost = (int64_t(1) << 30) - 1;
+  FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMost, config.row->name, ": slabs: got ",
+                  slabs.all() * s.blocks, ", expected at most ", kMost);
+  p.slab_count = int(slabs.all());
+  p.tile_count = int(ceil_div(slabs.all(), kConsumers));
+  p.blocks = s.blocks;
+  p.chunks = s.chunks;
+  p.stages = s.stages;
+  p.stage_bytes = s.stage_bytes;
+  p.segment = s.segment;
+  p.store_shift = std::countr_zero(unsigned(s.store_columns));
+  p.piece_shift = std::countr_zero(unsigned(std::min(s.store_positions, slabs.box[2])));
+  p.box_bytes = slabs.positions() * kChunkBytes;
+  std::copy(slabs.box.begin(), slabs.box.end(), p.box);
+  p.memory = Memory::of(s.stages, s.stage_bytes);
+  p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
+  p.segments = cutlass::FastDivmod(s.segment);
+  p.slabs_d = cutlass::FastDivmod(slabs.count[0]);
+  p.slabs_h = cutlass::FastDivmod(slabs.count[1]);
+  p.slabs_w = cutlass::FastDivmod(slabs.count[2]);
+  p.box_lines = cutlass::FastDivmod(slabs.box[0] * slabs.box[1]);
+  p.box_w = cutlass::FastDivmod(slabs.box[2]);
+  for (std::size_t i = 0; i < s.sets.size(); ++i) {
+    p.first_phase[i] = uint8_t(s.sets[i].first);
+    p.set_phases[i] = uint8_t(s.sets[i].count);
+    p.first_tap[i] = uint8_t(s.sets[i].first_tap);
+    p.set_taps[i] = uint8_t(s.sets[i].taps);
+    p.first_row[i] = uint16_t(s.sets[i].first_row);
+    p.set_rows[i] = uint16_t(s.sets[i].rows);
+  }
+  std::copy(s.taps.begin(), s.taps.end(), p.taps);
+  std::copy(s.masks.begin(), s.masks.end(), p.masks);
+  return p;
+}
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,63 @@
+// The compiled kernels whose operands tensor copies bring, and how one serves a problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conv/sm90/boxes/schedule.hpp"
+#include "fusedconv/activation.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+struct Config;
+
+struct Arguments {
+  Config const& config;
+  int batch = 0;
+  Activation activation = Activation::kIdentity;
+  void const* input = nullptr;   // channels first where the row reads planes, else last
+  void const* filter = nullptr;  // packed by pack_filter()
+  void const* bias = nullptr;    // [K] of the tensors' type, or null
+  float const* scale = nullptr;  // [K], or null: times the biased sum
+  float const* shift = nullptr;  // [K], or null: added to that
+  void* output = nullptr;        // in the problem's layout
+};
+
+// One compiled kernel.
+struct Row {
+  std::string name;
+  Math math;
+  Shape shape;
+  void (*launch)(Arguments const&, cudaStream_t);
+};
+
+// Every row, in a fixed order.
+std::vector<Row> const& rows();
+
+// Defined by the instance files.
+void append_tf32(std::vector<Row>& rows);
+void append_f16(std::vector<Row>& rows);
+void append_bf16(std::vector<Row>& rows);
+
+// How a row serves a problem of any batch size on a device.
+struct Config {
+  static constexpr bool kScales = true;  // see conv/steps.hpp
+
+  Row const* row;  // of rows()
+  Problem problem;
+  int multiprocessors;
+  Schedule schedule;
+
+  Config(Row const& row, Problem const& problem, Device const& device);
+
+  // How the input is read, for a person.
+  std::string reads() const { return row->shape.planes ? "nchw" : "nhwc"; }
+  MathTraits const& traits() const { return traits_of(row->math); }
+  // Pairs of slabs, which a block multiplies at a time.
+  int64_t tiles(int64_t batch) const;
+};
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,204 @@
+#include "conv/sm90/boxes/schedule.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+namespace {
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+// The input positions less q that a phase's taps meet, those of an axis outermost first.
+std::vector<Tap> taps_of(std::array<Axis, kMaxAxes> const& axes,
+                         std::array<int, kMaxAxes> const& residue) {
+  std::vector<Tap> result{Tap{}};
+  for (int a = 0; a < kMaxAxes; ++a) {
+    Phase const phase = axes[a].phase(residue[a]);
+    std::vector<Tap> longer;
+    for (Tap const& tap : result) {
+      for (int j = 0; j < phase.taps; ++j) {
+        Tap next = tap;
+        next[a] = int16_t(phase.shift - j * axes[a].sub_dilation);
+        longer.push_back(next);
+      }
+    }
+    result = std::move(longer);
+  }
+  return result;
+}
+
+// Appends sets of `together` of the phases in turn, which read what any of them reads.
+void append_sets(Schedule& s, std::vector<std::array<int, kMaxAxes>> const& phases, int together) {
+  for (std::size_t first = 0; first < phases.size(); first += together) {
+    int const count = int(std::min(phases.size() - first, std::size_t(together)));
+    std::map<Tap, uint16_t> taps;
+    for (int i = 0; i < count; ++i) {
+      for (Tap const& tap : taps_of(s.axes, phases[first + i])) taps[tap] |= uint16_t(1 << i);
+    }
+    s.sets.push_back({.first = int(s.phases.size()),
+                      .count = count,
+                      .first_tap = int(s.taps.size()),
+                      .taps = int(taps.size())});
+    s.phases.insert(s.phases.end(), phases.begin() + first, phases.begin() + first + count);
+    for (auto const& [tap, mask] : taps) {
+      s.taps.push_back(tap);
+      s.masks.push_back(mask);
+    }
+  }
+}
+
+// Groups the phases: by what they read where a row has one segment, else by neighbours.
+void group_phases(Schedule& s, Shape const& shape) {
+  std::vector<std::array<int, kMaxAxes>> all;
+  for (int z = 0; z < s.axes[0].phases; ++z) {
+    for (int y = 0; y < s.axes[1].phases; ++y) {
+      for (int x = 0; x < s.axes[2].phases; ++x) all.push_back({z, y, x});
+    }
+  }
+  if (shape.segments > 1) {
+    append_sets(s, all, shape.segments);
+  } else {
+    std::map<std::vector<Tap>, std::vector<std::array<int, kMaxAxes>>> alike;
+    for (auto const& residue : all) alike[taps_of(s.axes, residue)].push_back(residue);
+    for (auto const& [taps, phases] : alike) append_sets(s, phases, shape.columns / s.segment);
+  }
+  for (PhaseSet& set : s.sets) {
+    for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
+      set.rows += shape.segments == 1 ? shape.columns
+                                      : std::popcount(s.masks[tap]) * shape.segment_columns();
+    }
+  }
+  std::stable_sort(s.sets.begin(), s.sets.end(),
+                   [](PhaseSet const& a, PhaseSet const& b) { return a.rows > b.rows; });
+  int rows = 0;
+  for (PhaseSet& set : s.sets) {
+    set.first_row = rows;
+    rows += set.rows;
+  }
+}
+
+// Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
+// copies' swizzles and the instruction's operand are.
+std::vector<int> widths_of(int whole, int most, Layout layout) {
+  if (layout == Layout::kChannelsLast) {
+    // Of the widest, and of those of no more slabs the narrowest.
+    int const widest = std::min(whole, most);
+    return {int(ceil_div(whole, ceil_div(whole, widest)))};
+  }
+  std::vector<int> result;
+  for (int width = kSlab; width >= kFewestLine; width /= 2) {
+    if (width <= most) result.push_back(width);
+  }
+  return result;
+}
+
+}  // namespace
+
+Slabs Schedule::slabs(int64_t batch) const {
+  std::array<int, kMaxAxes> const whole{axes[0].positions, axes[1].positions, axes[2].positions};
+  Slabs best;
+  int64_t fewest = std::numeric_limits<int64_t>::max();
+  for (int d = 1; d <= std::min(whole[0], kSlab); ++d) {
+    for (int h = 1; h <= std::min(whole[1], kSlab / d); ++h) {
+      for (int const w : widths_of(whole[2], kSlab / (d * h), layout)) {
+        int64_t const room = kSlab / (d * h * w);
+        for (int n = 1; n <= std::min(batch, room); ++n) {
+          Slabs slabs;
+          slabs.box = {d, h, w, n};
+          slabs.count = {int(ceil_div(whole[0], d)), int(ceil_div(whole[1], h)),
+                         int(ceil_div(whole[2], w)), int(ceil_div(batch, n))};
+          if (slabs.all() >= fewest) continue;
+          fewest = slabs.all();
+          best = slabs;
+        }
+      }
+    }
+  }
+  return best;
+}
+
+Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device const& device) {
+  Schedule s;
+  int const element = traits_of(math).element_bytes();
+  bool const last = p.layout == Layout::kChannelsLast;
+  s.layout = p.layout;
+  if (last && shape.planes) return refused("it reads channels first");
+  if (!last && shape.segments == 1) return refused("it writes channels last");
+  if (!last && shape.segments != p.axes[2].stride) {
+    return refused(detail::join("its stride along width is ", p.axes[2].stride, ", ",
+                                shape.segments, " is served channels first"));
+  }
+  if (p.groups != 1) return refused(detail::join("it has ", p.groups, " groups, 1 is served"));
+  if (!p.aligned) return refused("its input is not aligned to 16 bytes");
+  auto const whole = [&](int elements) { return int64_t(elements) * element % 16 == 0; };
+  for (int const channels : {shape.planes ? 0 : p.channels, last ? p.output_channels : 0}) {
+    if (!whole(channels)) {
+      return refused(detail::join("a pixel of ", channels, " channels is not whole 16 bytes"));
+    }
+  }
+  for (int const columns : {shape.planes ? p.axes[2].input : 0, last ? 0 : p.axes[2].output}) {
+    if (!whole(columns)) {
+      return refused(detail::join("a line of ", columns, " pixels is not whole 16 bytes"));
+    }
+  }
+  int phases = 1;
+  for (int i = 0; i < kMaxAxes; ++i) {
+    s.axes[i] = Axis::of(p.axes[i]);
+    phases *= std::min(s.axes[i].phases, kMostPhases + 1);
+    constexpr int kFar = 1 << 14;
+    if (s.axes[i].lowest < -kFar || s.axes[i].highest > kFar) {
+      return refused("its taps reach too far");
+    }
+  }
+  if (phases > kMostPhases) {
+    return refused(
+        detail::join("it has ", phases, " sub-pixel phases, at most ", kMostPhases, " are served"));
+  }
+  if (p.axes[2].output < p.axes[2].stride && !last) return refused("its output is too narrow");
+  int64_t filter_taps = 1;
+  for (AxisProblem const& axis : p.axes) filter_taps *= axis.kernel;
+  int const channels = int(round_up(p.output_channels, kGranule));
+  s.segment = shape.segments > 1 ? shape.segment_columns() : std::min(channels, shape.columns);
+  s.channel_blocks = int(ceil_div(channels, s.segment));
+  group_phases(s, shape);
+  if (s.taps.size() > kMostTaps || filter_taps > kMostFilterTaps) {
+    return refused(detail::join("it has ", filter_taps, " taps and its phases read ", s.taps.size(),
+                                " boxes, at most ", kMostFilterTaps, " and ", kMostTaps,
+                                " are served"));
+  }
+  if (shape.planes) {
+    for (Tap const& tap : s.taps) {
+      // A copy starts at whole 16 bytes.
+      if (!whole(tap[kMaxAxes - 1])) return refused("its taps lie beside each other along width");
+    }
+  }
+  s.store_columns = kChunkBytes / element;
+  if (last) {
+    while (s.segment % s.store_columns != 0) s.store_columns /= 2;
+  } else {
+    s.store_positions = kChunkBytes / element / shape.segments;
+    s.store_columns = Memory::kPortionBytes / (kSlab * shape.segments * element);
+  }
+  s.blocks = int(s.sets.size()) * s.channel_blocks;
+  s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
+  s.stage_bytes = (kConsumers * kSlab + shape.columns) * kChunkBytes;
+  s.stages = kMostStages;
+  while (s.stages > 0 && Memory::of(s.stages, s.stage_bytes).end > device.shared_bytes) --s.stages;
+  if (s.stages < 2) return refused("its tiles do not fit the shared memory of a multiprocessor");
+  s.shared_bytes = Memory::of(s.stages, s.stage_bytes).end;
+  for (PhaseSet const& set : s.sets) {
+    s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;
+  }
+  return s;
+}
+
+}  // namespace fusedconv::conv::sm90::boxes

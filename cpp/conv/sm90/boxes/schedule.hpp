@@ -1,0 +1,109 @@
+// How a transposed convolution is cut into tiles whose operands tensor copies bring. Host code
+// without CUDA.
+//
+// In the instruction's terms M counts positions, N columns (output channels of sub-pixel phases)
+// and K input channels. For each tap of the filter and chunk of channels one box of the input,
+// shifted by the tap, is copied to shared memory as the instruction wants it, with zeros for what
+// lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box of
+// its own; the two of a block share the filter. Columns of a block are `segments` of output
+// channels, of one phase each. A row with one segment is free to divide its columns: they are
+// output channels of one phase, or all channels of several phases that read the same positions. One
+// with several has as many neighbouring phases, each multiplied by the taps that it has; where they
+// are the phases along width, their pixels leave side by side, channels first.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "conv/math_table.hpp"
+#include "conv/transposed.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/support.hpp"
+#include "fusedconv/types.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+inline constexpr int kSlab = 64;         // positions of a consumer
+inline constexpr int kConsumers = 2;     // warpgroups
+inline constexpr int kChunkBytes = 128;  // of channels, in a stage
+inline constexpr int kMostStages = 8;
+inline constexpr int kMostPhases = 16;
+inline constexpr int kMostTaps = 160;        // of all sets
+inline constexpr int kMostFilterTaps = 384;  // of the filter
+inline constexpr int kGranule = 8;     // of columns: an instruction's, and 16 bytes of 16 bits
+inline constexpr int kFewestLine = 8;  // positions of a slab's line, channels first
+
+using Problem = TransposedProblem;
+using Tap = std::array<int16_t, kMaxAxes>;
+
+// What a compiled kernel fixes of a tile.
+struct Shape {
+  int columns = 0;      // of a block
+  int segments = 1;     // of these
+  bool planes = false;  // reads channels first, else last
+
+  constexpr int segment_columns() const { return columns / segments; }
+};
+
+// Phases that blocks of columns go over together.
+struct PhaseSet {
+  int first = 0;  // of Schedule::phases
+  int count = 0;
+  int first_tap = 0;
+  int taps = 0;       // that any of the phases has
+  int first_row = 0;  // of the packed filter, in terms of a channel block and chunk
+  int rows = 0;       // the same of all taps: columns of the phases that have each
+};
+
+// Boxes of a launch: positions of a slab, and slabs by axis. The last axis is samples.
+struct Slabs {
+  std::array<int, kMaxAxes + 1> box{1, 1, 1, 1};
+  std::array<int, kMaxAxes + 1> count{1, 1, 1, 1};
+
+  int64_t all() const { return int64_t(count[0]) * count[1] * count[2] * count[3]; }
+  int positions() const { return box[0] * box[1] * box[2] * box[3]; }
+};
+
+struct Schedule {
+  Support support;
+  std::array<Axis, kMaxAxes> axes;
+  std::vector<std::array<int, kMaxAxes>> phases;  // residues, by set
+  std::vector<PhaseSet> sets;                     // those with the most taps first
+  std::vector<Tap> taps;                          // by set: input position less the output's
+  std::vector<uint16_t> masks;                    // of each tap: bits of the set's phases with it
+  Layout layout = Layout::kChannelsLast;          // of the output
+  int segment = 0;                                // columns of a phase in a block
+  int channel_blocks = 0;
+  int store_columns = 0;    // of a tensor copy to the output; divides the segment
+  int store_positions = 0;  // of a line of it, channels first
+  int blocks = 0;           // of columns
+  int chunks = 0;           // of channels
+  int stages = 0;
+  int stage_bytes = 0;
+  int shared_bytes = 0;
+  int64_t filter_bytes = 0;
+
+  // The fewest. A slab may hold positions of several samples.
+  Slabs slabs(int64_t batch) const;
+};
+
+// The problem's layout is the output's.
+Schedule schedule_of(Problem const& problem, Math math, Shape const& shape, Device const& device);
+
+// Of shared memory: the ring, what consumers stage of their output, barriers.
+struct Memory {
+  static constexpr int kBarrierBytes = 256;
+  static constexpr int kPortionBytes = kSlab * kChunkBytes;  // a consumer stages two
+  int staged = 0, barriers = 0, end = 0;
+
+  static Memory of(int stages, int stage_bytes) {
+    Memory m;
+    m.staged = stages * stage_bytes;
+    m.barriers = m.staged + 2 * kConsumers * kPortionBytes;
+    m.end = m.barriers + kBarrierBytes;
+    return m;
+  }
+};
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,73 @@
+// What a compiled kernel fixes: how products are formed, and the columns of a block.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "conv/sm90/boxes/schedule.hpp"
+#include "cute/arch/mma_sm90_gmma.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+namespace gmma = cute::SM90::GMMA;
+
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
+inline constexpr int kWarpRows = kSlab / kWarpgroupWarps;
+// Consumers, and a warpgroup of which one thread copies.
+inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+inline constexpr int kConsumerRegisters = 232;
+inline constexpr int kCopyRegisters = 40;
+static_assert((kConsumers * kConsumerRegisters + kCopyRegisters) * kWarpgroupThreads <= 65536,
+              "registers of a multiprocessor");
+
+// Positions are the first operand, by channels or, of 16 bits, by positions in memory.
+template <Math kMath, int kColumns, gmma::Major kMajor>
+struct Instruction;
+#define FUSEDCONV_INSTRUCTION(columns)                                              \
+  template <>                                                                       \
+  struct Instruction<Math::kTf32, columns, gmma::Major::K> {                        \
+    using Element = float;                                                          \
+    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                     \
+  };                                                                                \
+  template <gmma::Major kMajor>                                                     \
+  struct Instruction<Math::kF16, columns, kMajor> {                                 \
+    using Element = __half;                                                         \
+    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kMajor, gmma::Major::K>;   \
+  };                                                                                \
+  template <gmma::Major kMajor>                                                     \
+  struct Instruction<Math::kBF16, columns, kMajor> {                                \
+    using Element = __nv_bfloat16;                                                  \
+    using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<kMajor, gmma::Major::K>; \
+  };
+FUSEDCONV_INSTRUCTION(256)
+FUSEDCONV_INSTRUCTION(192)
+FUSEDCONV_INSTRUCTION(128)
+FUSEDCONV_INSTRUCTION(64)
+FUSEDCONV_INSTRUCTION(32)
+#undef FUSEDCONV_INSTRUCTION
+
+template <Math kMath_, int kColumns_, int kSegments_, bool kPlanes_>
+struct Traits {
+  static constexpr Math kMath = kMath_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kSegments = kSegments_;
+  static constexpr bool kPlanes = kPlanes_;
+
+  static constexpr Shape kShape{.columns = kColumns, .segments = kSegments, .planes = kPlanes};
+  static constexpr int kSegmentColumns = kShape.segment_columns();
+  using Own = Instruction<kMath, kSegmentColumns, kPlanes ? gmma::Major::MN : gmma::Major::K>;
+  using Element = typename Own::Element;
+  using Mma = typename Own::Mma;
+
+  static constexpr int kElementBytes = int(sizeof(Element));
+  static constexpr int kChunk = kChunkBytes / kElementBytes;    // channels of a stage
+  static constexpr int kStepBytes = 32;                         // of channels, in an instruction
+  static constexpr int kSteps = kChunkBytes / kStepBytes;       // of a stage
+  static constexpr int kSums = kSegmentColumns / 2;             // of a thread and a segment
+  static constexpr int kPortion = kChunkBytes / kElementBytes;  // columns that are staged at a time
+  static_assert(kColumns % kPortion == 0, "whole portions");
+  static_assert(kElementBytes == traits_of(kMath).element_bytes());
+};
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -1,0 +1,205 @@
+"""Transposed convolution by tensor copies, on compute capability 9.0.
+
+For each tap of the filter and chunk of channels, a tensor copy brings a box of the input, shifted
+by the tap, to shared memory as the warpgroup instructions want it, with zeros for what lies
+outside; two consumer warpgroups multiply boxes of their own by the same block of the filter. What
+they finish leaves by tensor copies as well, to the pixels of one sub-pixel phase each or, channels
+first, with the phases along width side by side. A row is a way in which products are formed, how
+many columns (output channels of phases) a block has, and how many neighbouring phases share them.
+
+Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
+NCHW are turned first, unless the filter is as large as its stride; outputs where the row has one
+phase in a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.convolution import UNGROUPED
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    ForwardProgram,
+    NotBuiltForward,
+    ProgramPlan,
+    launched_chunks,
+)
+from fusedconv.kernels.cuda.taps import TapsRow, taps_config
+from fusedconv.norms import KINDS
+from fusedconv.plan import Kernel
+from fusedconv.problem import ForwardProblem, act_norm_act
+from fusedconv.support import Support
+
+#: Positions of a block, bytes of channels in a step, and cycles that a column takes of one at full
+#: rate.
+BLOCK_POSITIONS = 128
+STEP_BYTES = 128
+COLUMN_CYCLES = 4.0
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What ``BoxesSm90.estimate`` multiplies, in cycles of a multiprocessor."""
+
+    #: A step's products, over their cycles at full rate, by a row's segments.
+    products: Mapping[int, float]
+    #: A byte that a step copies.
+    copied: float
+    #: A step beside the longer of these.
+    step: float
+    #: A column of a block in the epilogue, by layout and bytes of an element.
+    column: Mapping[tuple[str, int], float]
+    #: A block of columns beside these.
+    block: float
+    #: A launch beside these.
+    launch: float
+    #: All of it where bytes bound it, over their time at copy rate.
+    moved: float
+    #: Passes that turn a tensor from one layout to the other, over their time at copy rate.
+    turned: float
+    #: Seconds of an element of the packed filter.
+    pack: float
+
+
+#: Fitted to the times of 18 layers of real models in both layouts, tf32 and bf16, on an H200: the
+#: cheapest row by these takes 0.3 % longer than the best.
+COSTS = CostConstants(
+    products={1: 0.90, 2: 1.14, 4: 1.25, 8: 1.90},
+    copied=0.0131,
+    step=200.0,
+    column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
+    block=1030.0,
+    launch=9000.0,
+    moved=1.42,
+    turned=1.5,
+    pack=3e-12,
+)
+
+
+class BoxesSm90(TapsRow):
+    """A row of ``_C.sm90.boxes.rows()``."""
+
+    provider = "boxes_sm90"
+    ungrouped = UNGROUPED | {"affine"}
+    architecture = 90
+    most_blocks = (1 << 30) - 1
+    takes_moments = False
+
+    def config(self, problem: ForwardProblem, device: Device) -> Any:
+        aligned = self._turns_input(problem) or problem.layout == "strided" or problem.aligned
+        layout = self._conv_layout(problem)
+        return taps_config(self.room, self.index, problem, layout, aligned, device)
+
+    def _turns_input(self, problem: ForwardProblem) -> bool:
+        return problem.output_layout != "nhwc" and not self.row.planes
+
+    def _conv_layout(self, problem: ForwardProblem) -> str:
+        """Of the convolution's output."""
+        return problem.output_layout if self.row.segments > 1 else "nhwc"
+
+    def _turns_output(self, problem: ForwardProblem) -> bool:
+        return self._conv_layout(problem) != problem.output_layout
+
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        return int(config.launch_tiles(1) * config.blocks)
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        support = super().supports(problem, device)
+        if not support or not self._turns_output(problem):
+            return support
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        norm = None if isinstance(form, Support) else form.norm
+        if norm is not None and norm.kind == "layer":
+            return Support.no("its output in NHWC is turned by passes that have no norm of pixels")
+        return Support.yes()
+
+    def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
+        elements = 0
+        if self._turns_input(problem):
+            elements += problem.input_elements // problem.batch
+        if self._turns_output(problem):
+            elements += problem.output_elements // problem.batch
+        return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
+
+    def convolve(
+        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+    ) -> Any:
+        if self._turns_input(program.problem):
+            program.input = program.channels_last_input()
+        return super().convolve(program, config, output, filter)
+
+    def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
+        if not self._turns_output(problem):
+            return super().compile(problem, device)
+        config = self.config(problem, device)
+        program = ForwardProgram(problem, device, self.chunk(problem, config))
+        output = program.scratch(problem.output_elements // problem.batch * problem.dtype.itemsize)
+        partials = self.convolve(program, config, output)
+        if problem.save:
+            program.save_conv_output(output, row_channels=problem.output_channels)
+        if self.stores_result(problem):
+            program.turn(output, program.output, row_channels=problem.output_channels)
+        else:
+            program.conv_layout = "nhwc"
+            self.finish(program, config, output, partials)
+        return program.plan(self.name)
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        config = self.config(problem, device)
+        multiprocessors = max(1, device.multiprocessors)
+        size = problem.dtype.itemsize
+        columns = self.row.columns
+        column = costs.column[self._conv_layout(problem), size]
+        steps = 0.0
+        for mask in config.masks:
+            own = columns
+            if self.row.segments > 1:
+                own = columns // self.row.segments * mask.bit_count()
+            copied = (BLOCK_POSITIONS + own) * STEP_BYTES * costs.copied
+            steps += max(own * COLUMN_CYCLES * costs.products[self.row.segments], copied)
+            steps += costs.step
+        tile = steps * config.channel_blocks * config.chunks
+        tile += config.blocks * (columns * column + costs.block)
+        chunk = self.chunk(problem, config)
+        cycles = 0.0
+        for samples, launches in launched_chunks(problem.batch, chunk):
+            tiles = config.launch_tiles(samples)
+            whole, left = divmod(tiles, multiprocessors)
+            # Tiles that are left over are divided by blocks of columns.
+            rounds = whole + math.ceil(left * config.blocks / multiprocessors) / config.blocks
+            cycles += launches * (rounds * tile + costs.launch)
+        moved = (problem.input_elements + problem.output_elements) * size
+        bytes_bound = device.copy_milliseconds(moved) * costs.moved
+        milliseconds = max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+        packed = config.filter_bytes / size * costs.pack * 1e3
+        chunks = -(-problem.batch // chunk)
+        beside = self.milliseconds_beside(problem, device, chunks)
+        if problem.norm_groups:
+            # A pass takes the moments, in two launches where one merges what the convolution left.
+            beside += device.copy_milliseconds(problem.output_elements * size)
+            beside += chunks * device.launch_milliseconds
+        if self._turns_input(problem):
+            beside += device.copy_milliseconds(2 * problem.input_elements * size) * costs.turned
+            beside += chunks * device.launch_milliseconds
+        if self._turns_output(problem):
+            # What normalises turns as well, more slowly than it would go over planes.
+            passes = costs.turned if self.stores_result(problem) else costs.turned - 1.0
+            beside += device.copy_milliseconds(2 * problem.output_elements * size) * passes
+            beside += chunks * device.launch_milliseconds
+        return milliseconds + packed + beside
+
+
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltForward("sm90_boxes", "boxes_sm90")]
+    room = _C.sm90.boxes
+    return [BoxesSm90(room, index, row) for index, row in enumerate(room.rows())]

@@ -1,0 +1,160 @@
+"""Schedules of convolutions by tensor copies: what sets, taps and boxes say, by pure index
+arithmetic. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from test_taps import H200, Sizes, element_bytes, random_sizes
+from test_taps_sm90 import phases_of
+
+from fusedconv.kernels.cuda.boxes_sm90 import COSTS, BoxesSm90
+from fusedconv.registry import registry
+
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, BoxesSm90)]
+pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
+names = {"ids": lambda kernel: kernel.name}
+
+SLAB = 64
+CHUNK_BYTES = 128
+
+
+def drawn(kernel: BoxesSm90, seed: int):
+    """A random problem that the row serves: with channels and, channels first, lines of whole 16
+    bytes."""
+    generator = random.Random(f"{kernel.name} {seed}")
+    layout = "nchw" if kernel.row.planes else generator.choice(("nchw", "nhwc"))
+    vector = 16 // element_bytes(kernel)
+    while True:
+        sizes = random_sizes(generator)
+        fields = vars(sizes) | {
+            "channels": vector * generator.randint(1, 20),
+            "out": vector * generator.randint(1, 40),
+            "groups": 1,
+        }
+        if kernel.row.segments > 1 and layout == "nchw":
+            ends = {
+                "spatial": 8 * generator.randint(1, 4),
+                "kernel": kernel.row.segments,
+                "stride": kernel.row.segments,
+                "padding": 0,
+                "output_padding": 0,
+                "dilation": 1,
+            }
+            fields |= {name: (*fields[name][:-1], end) for name, end in ends.items()}
+        sizes = Sizes(**fields)
+        made = sizes.problem(kernel, layout=layout)
+        if kernel.supports(made, H200):
+            return sizes, made, kernel.config(made, H200)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_sets_have_every_phase_with_its_taps(kernel, seed):
+    sizes, _, config = drawn(kernel, seed)
+    axes = phases_of(sizes)
+    expected = {
+        residues: set(
+            itertools.product(*(axis[r][1] for axis, r in zip(axes, residues, strict=True)))
+        )
+        for residues in itertools.product(*(range(len(axis)) for axis in axes))
+    }
+    found = {}
+    for first, count, first_tap, taps in config.sets:
+        assert 1 <= count <= kernel.row.columns // config.segment
+        for i in range(count):
+            own = slice(first_tap, first_tap + taps)
+            found[tuple(config.phases[first + i])] = {
+                tuple(shift)
+                for shift, mask in zip(config.shifts[own], config.masks[own], strict=True)
+                if mask >> i & 1
+            }
+    assert found == expected
+    assert len(config.phases) == len(expected)
+    if kernel.row.segments == 1:
+        assert all(
+            mask == (1 << count) - 1
+            for first, count, first_tap, taps in config.sets
+            for mask in config.masks[first_tap : first_tap + taps]
+        )
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_boxes_hold_every_position(kernel, seed):
+    sizes, made, config = drawn(kernel, seed)
+    # Leading axes that a problem lacks count as one.
+    positions = [axis[0][0] for axis in phases_of(sizes)]
+    positions = [1] * (3 - len(positions)) + positions
+    for batch in (1, 3, 100):
+        box = config.box(batch)
+        assert math.prod(box) <= SLAB
+        assert config.launch_tiles(batch) == math.ceil(_boxes((*positions, batch), box) / 2)
+        if kernel.row.segments > 1 and made.output_layout == "nchw":
+            assert box[2] in (8, 16, 32, 64)
+
+
+def _boxes(whole: tuple[int, ...], box: list[int]) -> int:
+    return math.prod(math.ceil(n / b) for n, b in zip(whole, box, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_shared_memory_holds_the_ring(kernel):
+    sizes, made, config = drawn(kernel, 0)
+    stage = (2 * SLAB + kernel.row.columns) * CHUNK_BYTES
+    assert config.stages >= 3
+    assert config.stages * stage < config.shared_bytes <= H200.shared_bytes
+    assert config.chunks == math.ceil(sizes.channels * element_bytes(kernel) / CHUNK_BYTES)
+    assert config.segment * config.channel_blocks >= sizes.out
+    rows = sum(
+        kernel.row.columns if kernel.row.segments == 1 else mask.bit_count() * config.segment
+        for mask in config.masks
+    )
+    assert config.filter_bytes == rows * config.channel_blocks * config.chunks * CHUNK_BYTES
+    assert kernel.estimate(made, H200, COSTS) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"channels": 12}, "a pixel of 12 channels"),
+        ({"out": 12}, "a pixel of 12 channels"),
+        ({"groups": 2}, "it has 2 groups"),
+        ({"stride": (5, 5)}, "25 sub-pixel phases"),
+        ({"kernel": (21, 21)}, "it has 441 taps"),
+    ],
+)
+def test_what_is_refused(changes, reason):
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
+    plain = {
+        "channels": 16,
+        "out": 16,
+        "groups": 1,
+        "spatial": (8, 8),
+        "kernel": (3, 3),
+        "stride": (2, 2),
+        "padding": (0, 0),
+        "output_padding": (0, 0),
+        "dilation": (1, 1),
+    }
+    support = kernel.supports(Sizes(**plain | changes).problem(kernel, layout="nhwc"), H200)
+    assert not support
+    assert reason in support.reason
+
+
+def test_channels_first_asks_for_lines_of_whole_16_bytes():
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_2x128_planes")
+    for spatial, size, padding, reason in (
+        ((8, 12), 2, 0, "a line of 12 pixels"),
+        ((8, 16), 4, 1, "beside each other along width"),
+    ):
+        sizes = Sizes(
+            channels=16, out=16, groups=1, spatial=spatial, kernel=(size, size), stride=(2, 2),
+            padding=(padding, padding), output_padding=(0, 0), dilation=(1, 1),
+        )  # fmt: skip
+        support = kernel.supports(sizes.problem(kernel, layout="nchw"), H200)
+        assert not support
+        assert reason in support.reason

@@ -1,0 +1,211 @@
+"""Transposed convolutions by tensor copies on the GPU, against fp64, relative to eager's error."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from gpu_checks import (
+    FEWEST_NORMALISED_VALUES,
+    bound,
+    fused_against_fp64,
+    meets_outputs,
+    output_extent,
+    poison,
+    round_to_tf32,
+)
+from reference import ACTIVATIONS, CONVOLUTIONS, LAYOUTS, ORDERS, relative_error
+from torch.nn import functional as F
+
+from fusedconv.benchmark import DTYPES
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
+from fusedconv.registry import registry
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, BoxesSm90)]
+names = {"ids": lambda kernel: kernel.name}
+PRECISIONS = pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+#: Of each row.
+RANDOM_PROBLEMS = 30
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the rows run on compute capability 9.0")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+
+
+def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any]:
+    """A random problem that the row serves, for ``fused_against_fp64``."""
+    row = kernel.row
+    layout = "nchw" if row.planes else generator.choice(("nchw", "nhwc", "nhwc", "strided"))
+    along_width = row.segments > 1 and layout != "nhwc"
+    axes = generator.choice((1, 2, 2, 3)) if layout != "nhwc" else generator.choice((2, 2, 3))
+    most = {1: 300, 2: 30, 3: 8}[axes]
+    drawn = []
+    for axis in range(axes):
+        kernel_size = generator.choice((1, 2, 3, 3, 4, 5))
+        stride = generator.choice((1, 2, 2, 3))
+        dilation = generator.choice((1, 1, 2, 3))
+        extent = generator.randint(1, most)
+        padding = generator.randint(0, kernel_size // 2)
+        if axes == 3:
+            stride = min(stride, 2)
+        if along_width and axis == axes - 1:
+            # Lines of whole 16 bytes, in and out.
+            stride, extent = row.segments, 8 * generator.randint(1, most // 8)
+            dilation, padding = 1, generator.randint(0, 1)
+            kernel_size = stride + 2 * padding
+            if row.planes:
+                kernel_size, padding = stride, 0
+        drawn.append((extent, kernel_size, stride, padding, 0, dilation))
+    extent, kernel_size, stride, padding, _, dilation = map(list, zip(*drawn, strict=True))
+    outputs = [output_extent(*axis) for axis in drawn]
+    groups = generator.choice((1, 2, 4))
+    out = 8 * groups * generator.choice((1, 2, 3, 5, 9))
+    case = {
+        "batch": generator.randint(1, 5),
+        "channels": 8 * generator.choice((1, 3, 4, 8, 13, 33)),
+        "out": out,
+        "groups": generator.choice((None, groups, groups)),
+        "spatial": extent,
+        "kernel": kernel_size,
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "layout": layout,
+        "bias": generator.random() < 0.7,
+        "activation": generator.choice(list(ACTIVATIONS)),
+        "order": generator.choice(ORDERS),
+        "draw": generator.choice((torch.randn, torch.rand)),
+        "offset": generator.choice((0.0, 0.0, 300.0)) if kernel.precision == "tf32" else 0.0,
+        "saves": generator.random() < 0.3,
+        "values": out * math.prod(max(0, output) for output in outputs),
+        "empty": not all(meets_outputs(*axis) for axis in drawn)
+        or (along_width and outputs[-1] < row.segments),
+    }
+    if case["values"] // groups < FEWEST_NORMALISED_VALUES:
+        case["groups"] = None
+    return case
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_random_problems(kernel, force):
+    force(kernel.name)
+    generator = random.Random(kernel.name)
+    served = drawn = 0
+    while served < RANDOM_PROBLEMS:
+        case = served_problem(kernel, generator)
+        if case.pop("empty"):
+            continue
+        torch.manual_seed(drawn)
+        drawn += 1
+        served += fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
+        # Some have more phases than are served.
+        assert drawn <= 3 * RANDOM_PROBLEMS
+
+
+def layer(precision: str, layout: str, **changes: Any) -> tuple[torch.Tensor, ...]:
+    """(input, weight, bias) of a layer of U-Nets, changed."""
+    sizes = {"batch": 5, "channels": 72, "out": 48, "spatial": (13, 16), "kernel": 4, **changes}
+    torch.manual_seed(0)
+    dtype = DTYPES[precision]
+    channels, out, kernel = sizes["channels"], sizes["out"], sizes["kernel"]
+    x = torch.rand(sizes["batch"], channels, *sizes["spatial"], device="cuda").to(dtype)
+    weight = torch.randn(channels, out, kernel, kernel, device="cuda") / (channels * kernel) ** 0.5
+    return LAYOUTS[layout](x), weight.to(dtype), torch.randn(out, device="cuda").to(dtype)
+
+
+def limit_of(plain, tensors, exact, precision: str) -> float:
+    """Of our error: eager's, which may be float32's where it does not round to TF32."""
+    error = relative_error(plain(*tensors).to(tensors[0].dtype), exact)
+    if precision == "tf32":
+        x, weight, *rest = tensors
+        wide = (None if each is None else each.double() for each in rest)
+        rounded = plain(round_to_tf32(x).double(), round_to_tf32(weight).double(), *wide)
+        error = max(error, relative_error(rounded, exact))
+    return bound(error, precision)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_samples_have_the_same_bits_alone_and_in_a_batch(layout, precision, force):
+    force("boxes_sm90")
+    x, weight, bias = layer(precision, layout)
+    for groups in (None, 4):
+        keywords = dict(stride=2, padding=1, activation="gelu", num_groups=groups)
+        with torch.no_grad():
+            whole = conv_transpose_act_norm(x, weight, bias, **keywords)
+            for _ in range(20):
+                poison()
+                assert torch.equal(whole, conv_transpose_act_norm(x, weight, bias, **keywords))
+            for i in range(len(x)):
+                alone = conv_transpose_act_norm(x[i : i + 1], weight, bias, **keywords)
+                assert torch.equal(alone[0], whole[i])
+
+
+@PRECISIONS
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel_size", [2, 4])
+def test_a_norm_over_channels_behind(kernel_size, layout, precision, force):
+    force("boxes_sm90")
+    x, weight, bias = layer(precision, layout, kernel=kernel_size)
+    scale, shift = (torch.randn(48, device="cuda").to(x.dtype) for _ in range(2))
+    padding = kernel_size // 2 - 1
+
+    def plain(x, weight, bias, scale, shift):
+        y = CONVOLUTIONS[2](x, weight, bias, 2, padding)
+        y = F.layer_norm(y.movedim(1, -1), (48,), scale, shift, 1e-6).movedim(-1, 1)
+        return F.gelu(y)
+
+    tensors = (x, weight, bias, scale, shift)
+    exact = plain(*(tensor.double() for tensor in tensors))
+    poison()
+    with torch.no_grad():
+        actual = conv_transpose_act_norm(
+            x, weight, bias, 2, padding, activation="gelu", order="norm_act", norm="layer",
+            norm_weight=scale, norm_bias=shift, eps=1e-6,
+        )  # fmt: skip
+    assert relative_error(actual, exact) <= limit_of(plain, tensors, exact, precision)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
+def test_an_affine_map_in_the_epilogue(given, layout, precision, force):
+    force("boxes_sm90")
+    x, weight, bias = layer(precision, layout)
+    scale, shift = (torch.randn(48, device="cuda") if each else None for each in given)
+
+    def plain(x, weight, bias, scale, shift):
+        y = CONVOLUTIONS[2](x, weight, bias, 2, 1)
+        y = y if scale is None else y * scale[:, None, None]
+        return F.relu(y if shift is None else y + shift[:, None, None])
+
+    tensors = (x, weight, bias, scale, shift)
+    exact = plain(*(None if each is None else each.double() for each in tensors))
+    poison()
+    with torch.no_grad():
+        actual = conv_transpose_act_norm(
+            x, weight, bias, 2, 1, activation="relu", order="norm_act", norm="affine",
+            norm_weight=scale, norm_bias=shift,
+        )  # fmt: skip
+    assert relative_error(actual, exact) <= limit_of(plain, tensors, exact, precision)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_many_samples(layout, force):
+    """Boxes of several samples, the last of which holds fewer."""
+    force("boxes_sm90")
+    x, weight, bias = layer("bf16", layout, batch=131, spatial=(3, 8))
+    with torch.no_grad():
+        actual = conv_transpose_act_norm(x, weight, bias, 2, 1)
+        exact = CONVOLUTIONS[2](x.double(), weight.double(), bias.double(), 2, 1)
+        eager = CONVOLUTIONS[2](x, weight, bias, 2, 1)
+    assert relative_error(actual, exact) <= bound(relative_error(eager, exact), "bf16")

@@ -82,13 +82,7 @@ def test_compiles_under_autocast(compiled):
 
 
 @TORCH_SCRIPTS
-def test_compiles_with_inductor(compiled):
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        get_cpp_compiler()
-    except Exception as error:
-        pytest.skip(f"inductor has no C++ compiler here: {error}")
+def test_compiles_with_inductor(compiled, cpp_compiler):
     model = Everything()
     compiled_model = compiled(model, fullgraph=True, backend="inductor")
     x = channels_last(torch.randn(2, 4, 5, 6))

@@ -19,6 +19,7 @@ from fusedconv.modules import (
     GroupNorm,
 )
 from fusedconv.norms import Norm
+from fusedconv.ops import decompositions
 from fusedconv.plan import (
     BackwardKernel,
     BackwardPlan,
@@ -81,6 +82,7 @@ __all__ = [
     "compile_backend",
     "compile_pass",
     "convert",
+    "decompositions",
     "explain",
     "functional",
     "models",

@@ -181,6 +181,8 @@ def conv_transpose_act_norm(
         if save:
             return ops.conv_transpose.direct(plan, template, *tensors)
         return run(plan, *tensors).output
+    if torch.onnx.is_in_onnx_export():
+        return ops.conv_transpose.in_torch(*call, False)[0]
     result: Tensor
     if _is_tracing():
         result = torch.ops.fusedconv.conv_transpose_act_norm_traced(*call)
@@ -271,6 +273,8 @@ def group_norm(
         if save:
             return ops.group_norm.direct(plan, template, *tensors)
         return run(plan, input, None, None, weight, bias).output
+    if torch.onnx.is_in_onnx_export():
+        return ops.group_norm.in_torch(*call)[0]
     result: Tensor = torch.ops.fusedconv.group_norm(*call)[0]
     return result
 

@@ -6,6 +6,7 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 
 from fusedconv.ops import conv_transpose, flops, group_norm
 from fusedconv.ops.common import any_requires_grad, goes_direct
+from fusedconv.ops.decomposing import decompositions
 from fusedconv.ops.planning import (
     ConvCall,
     NormCall,
@@ -24,6 +25,7 @@ __all__ = [
     "any_requires_grad",
     "conv_plan",
     "conv_transpose",
+    "decompositions",
     "flops",
     "goes_direct",
     "group_norm",

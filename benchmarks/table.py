@@ -17,10 +17,9 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import layer_rows
-from layer_rows import Row
-
-from fusedconv.benchmark import NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.benchmark import LAYERS, NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.benchmark import rows as gathered
+from fusedconv.benchmark.rows import Row
 from fusedconv.benchmark.summary import LEVEL
 from fusedconv.models import SYSTEMS
 
@@ -132,7 +131,7 @@ def microseconds(record: dict | None) -> str:
 def layer_row(row: Row, peers: Iterable[str]) -> list[str]:
     floor, share = row.floor_ms, row.share
     return [
-        row.layer,
+        row.name,
         "" if floor is None else f"{floor * 1e3:.1f}",
         microseconds(row.ours),
         "" if share is None else f"{share:.0%}",
@@ -146,9 +145,9 @@ def layer_row(row: Row, peers: Iterable[str]) -> list[str]:
 
 def print_layers(records: list[dict]) -> None:
     """A table for each pass and precision, the last row of geometric means."""
-    for (pass_, precision), found in layer_rows.rows(records).items():
+    for (pass_, precision), found in gathered.rows(records).items():
         peers = tuple(dict.fromkeys(name for row in found for name in row.peers))
-        speed_ups = layer_rows.summary(found)
+        speed_ups = gathered.summary(found)
         shares = [row.share for row in found if row.share is not None]
         print(f"{pass_} {precision}\n")
         columns = ("layer", "floor", "fusedconv", "of the floor", "vs best peer", *peers)
@@ -173,7 +172,7 @@ def main(path: Path) -> None:
     norms = [record for record in records if record["workload"] in NORMS]
     if systems:
         print_systems(systems)
-    print_layers(records)
+    print_layers([record for record in records if record["workload"] in LAYERS])
     if norms:
         if systems:
             print()

@@ -227,6 +227,17 @@ def compiled() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def cpp_compiler() -> None:
+    """Skips where inductor has no C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"inductor has no C++ compiler here: {error}")
+
+
+@pytest.fixture
 def every_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joins on this processor what is joined on GPUs."""
     monkeypatch.setattr(stages, "PROCESSOR_KINDS", tuple(KINDS))

@@ -1,4 +1,4 @@
-"""The scripts under benchmarks/, which are no package but import each other."""
+"""The scripts under benchmarks/ and tools/, which are no packages but import what lies beside."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from types import ModuleType
 
 from checkout import ROOT
 
-FOLDER = ROOT / "benchmarks"
 
-
-def script(name: str) -> ModuleType:
+def script(name: str, folder: str = "benchmarks") -> ModuleType:
     """A script as a module; what it imports lies beside it, as where it is run."""
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+    path = str(ROOT / folder)
+    if path not in sys.path:
+        sys.path.append(path)
     return importlib.import_module(name)

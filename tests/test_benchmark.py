@@ -57,13 +57,13 @@ SMALL = dict(
 
 class Events(benchmark.Observer):
     def __init__(self) -> None:
-        self.count, self.names, self.shares = 0, [], []
+        self.count, self.titles, self.shares = 0, [], []
 
     def planned(self, count):
         self.count = count
 
-    def began(self, cell, contender):
-        self.names.append((contender, cell.pass_))
+    def began(self, title):
+        self.titles.append(title)
 
     def measured(self, record, share):
         self.shares.append(share)
@@ -72,7 +72,9 @@ class Events(benchmark.Observer):
 def test_records_have_every_field_and_weights_may_change():
     events = Events()
     records = benchmark.run(None, contenders=["fusedconv", "eager"], observer=events, **SMALL)
-    assert events.names == [("fusedconv, eager", name) for name in benchmark.PASSES]
+    assert events.titles == [
+        f"system3 {name} fp32 nchw fusedconv, eager" for name in benchmark.PASSES
+    ]
     assert [(r["contender"], r["pass"]) for r in records] == [
         (contender, name) for name in benchmark.PASSES for contender in ("fusedconv", "eager")
     ]

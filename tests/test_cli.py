@@ -13,8 +13,8 @@ from rich.console import Console
 
 import fusedconv
 from fusedconv import benchmark, registry
-from fusedconv.cli import main
-from fusedconv.cli.bench import _observer
+from fusedconv.cli import main, progress
+from fusedconv.cli.bench import summary
 from fusedconv.cli.demo import _rows, _shape
 from fusedconv.models import SYSTEMS
 
@@ -397,11 +397,11 @@ def test_bench_shows_a_bar_on_a_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=140)
     cell = benchmark.Cell.of(RECORD)
-    with _observer(console) as observer:
+    with progress.observer(console, summary) as observer:
         observer.planned(4)
-        observer.began(cell, "eager")
+        observer.began(f"{cell.title} eager")
         observer.measured(RECORD, 0.25)
-        observer.began(cell, "compile")
+        observer.began(f"{cell.title} compile")
     text = screen.getvalue()
     assert "system3 forward fp32 nchw eager: 2.0000 ms (1.0000 to 3.0000), 50% of the floor" in text
     behind = text.split("eager: 2.0000 ms")[1]
@@ -410,9 +410,9 @@ def test_bench_shows_a_bar_on_a_terminal():
 
 
 def test_bench_writes_lines_elsewhere(capsys):
-    with _observer(Console(file=io.StringIO())) as observer:
+    with progress.observer(Console(file=io.StringIO()), summary) as observer:
         observer.planned(4)
-        observer.began(benchmark.Cell.of(RECORD), "eager")
+        observer.began("system3")
         observer.measured(RECORD, 0.25)
         observer.measured({**RECORD, "median_ms": None, "error": "OSError: it broke"}, 0.5)
     first, second = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ from scripts import script
 from torch import nn
 
 from fusedconv import benchmark
-from fusedconv.benchmark import LAYERS, child, measuring, running
+from fusedconv.benchmark import LAYERS, child, measuring, rows, running
 from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.testing import relative_error
 
@@ -202,7 +202,7 @@ def test_a_process_that_compiles_calls_each_model_once(monkeypatch):
     child.serve({**job, "cells": [cell.fields() for cell in cells]}, pytest.fail)
 
 
-# ---- Rows, table and plot ------------------------------------------------------------------------
+# ---- Rows and the table --------------------------------------------------------------------------
 
 
 def record(workload, contender, milliseconds, layout="nchw", **changes):
@@ -227,10 +227,9 @@ RECORDS = [
 
 
 def test_rows_have_contenders_in_their_best_layouts():
-    layer_rows = script("layer_rows")
-    ((key, found),) = layer_rows.rows(RECORDS).items()
+    ((key, found),) = rows.rows(RECORDS).items()
     assert key == ("forward", "bf16")
-    assert [row.layer for row in found] == ["sam1", "small2"]
+    assert [row.name for row in found] == ["sam1", "small2"]
     first = found[0]
     assert (first.ours["median_ms"], first.peer["contender"], first.peer["layout"]) == (
         1.0,
@@ -238,8 +237,8 @@ def test_rows_have_contenders_in_their_best_layouts():
         "nhwc",
     )
     assert (first.speed_up, first.possible, first.share) == (2.0, 4.0, 0.5)
-    assert layer_rows.summary(found).mean == pytest.approx(1.0)
-    assert layer_rows.summary(found).slower == 1
+    assert rows.summary(found).mean == pytest.approx(1.0)
+    assert rows.summary(found).slower == 1
 
 
 @pytest.fixture
@@ -262,16 +261,6 @@ def test_the_table(results, capsys):
         "| small2 | 500.0 | 4000 | 12% | 0.50x | 2000 |  | 20, 20 | 1.00 | torch |",
         "| geometric mean |  |  | 25% | 1.00x |  |  |  |  | 1 of 2 below 0.95x |",
     ]
-
-
-def test_the_plot(results, tmp_path):
-    pytest.importorskip("matplotlib", exc_type=ImportError)
-    plot_layers = script("plot_layers")
-    plot_layers.main(results, tmp_path / "layers.png")
-    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
-    results.write_text(json.dumps({"header": {}, "records": []}))
-    with pytest.raises(SystemExit, match="got no records of layers, expected fusedconv's"):
-        plot_layers.main(results, tmp_path / "layers.png")
 
 
 def test_the_command_measures_layers(tmp_path):

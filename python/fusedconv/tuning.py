@@ -8,8 +8,8 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ContextDecorator, nullcontext
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -168,26 +168,37 @@ def _run(candidate: Candidate, problem: Problem, device: torch.device, tensors: 
     return functools.partial(kernel.compile(problem, record).run, tensors)
 
 
-def _calls(problem: Problem, device: torch.device) -> dict[Piece, Call]:
-    """A call for each kernel that serves the problem or parts of it, run once."""
+class Calls(NamedTuple):
+    """By pieces: a call of each kernel that ran, and why the others did not run."""
+
+    ready: dict[Piece, Call]
+    failed: dict[Piece, str]
+
+
+def calls(problem: Problem, device: torch.device, names: Container[str] | None = None) -> Calls:
+    """A call for each kernel that serves the problem or parts of it, run once on tensors of the
+    problem's description; ``names`` leaves those of such names or providers. To be called and run
+    within ``undisturbed``."""
     source = _Source.on(device)
     tensors: Any = (
         _inputs(problem, source) if isinstance(problem, ForwardProblem) else _saved(problem, source)
     )
-    calls = {}
+    result = Calls({}, {})
     for parts, (piece, candidates) in selection.pieces(problem, device_record(device)).items():
         for candidate in candidates:
-            if not candidate.support:
+            kernel = candidate.kernel
+            if not candidate.support or (names is not None and not kernel.is_named(names)):
                 continue
-            name = candidate.kernel.name
+            name = kernel.name
             try:
                 call = _run(candidate, piece, device, tensors)
                 call()
             except RuntimeError as error:
                 logger.info("%s is not timed for %s: %s", name, piece, error)
+                result.failed[parts, name] = str(error)
             else:
-                calls[parts, name] = call
-    return calls
+                result.ready[parts, name] = call
+    return result
 
 
 # ---- times ---------------------------------------------------------------------------------------
@@ -201,7 +212,7 @@ def _error(times: list[float]) -> float:
     return float((high - low) / 1.349 * 1.253 / len(times) ** 0.5)
 
 
-def _cheapest(parts: tuple[str, ...], costs: Mapping[Piece, float]) -> tuple[Piece, ...]:
+def cheapest(parts: tuple[str, ...], costs: Mapping[Piece, float]) -> tuple[Piece, ...]:
     """The pieces that compute all parts at the lowest cost; none where they do not."""
     best: dict[tuple[str, ...], Piece] = {}
     for piece in sorted(costs, key=costs.__getitem__):
@@ -213,10 +224,10 @@ def _cheapest(parts: tuple[str, ...], costs: Mapping[Piece, float]) -> tuple[Pie
 def _undecided(parts: tuple[str, ...], timings: Mapping[Piece, Timing]) -> list[Piece]:
     """The pieces that were the fastest and those that may yet be; none where that is certain."""
     medians = _medians(timings)
-    best = _cheapest(parts, medians)
+    best = cheapest(parts, medians)
     errors = {piece: CERTAIN * _error(timings[piece].milliseconds) for piece in timings}
     doubted = {p: medians[p] + (errors[p] if p in best else -errors[p]) for p in timings}
-    rival = _cheapest(parts, doubted)
+    rival = cheapest(parts, doubted)
     return [] if rival == best else list(dict.fromkeys(best + rival))
 
 
@@ -239,19 +250,25 @@ def _times(parts: tuple[str, ...], calls: dict[Piece, Call], clock: Clock) -> di
     return _medians(timings)
 
 
-def measure(problem: Problem, device: torch.device) -> Winner | None:
-    """Times every kernel that serves a problem or parts of it, on tensors of its description; None
-    where none could be run. Nothing is kept."""
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Plans run on the device, and in none of torch's modes."""
     with (
         torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        calls = _calls(problem, device)
+        yield
+
+
+def measure(problem: Problem, device: torch.device) -> Winner | None:
+    """Times every kernel that serves a problem or parts of it, on tensors of its description; None
+    where none could be run. Nothing is kept."""
+    with undisturbed(device):
         clock = Clock(device, SECONDS, LEAST, MOST, flushes=True)
-        times = _times(problem.parts, calls, clock)
-        pieces = _cheapest(problem.parts, times)
+        times = _times(problem.parts, calls(problem, device).ready, clock)
+        pieces = cheapest(problem.parts, times)
         return Winner(pieces, times) if pieces else None
 
 

@@ -1,7 +1,8 @@
 """The benchmark: systems, layers and GroupNorm next to what a user could pick instead.
 
-How it measures stands in ``records.METHOD`` (GPUs), ``records.LAYERS_METHOD`` (layers there) and
-``records.INTERLEAVED_METHOD`` (processors); every file of results holds its own.
+How it measures stands in ``records.METHOD`` (GPUs), ``records.LAYERS_METHOD`` (layers there),
+``records.INTERLEAVED_METHOD`` (processors) and ``kernels.METHOD`` (every kernel of a problem);
+every file of results holds its own.
 """
 
 from fusedconv.benchmark.cells import (
@@ -16,6 +17,7 @@ from fusedconv.benchmark.cells import (
 from fusedconv.benchmark.contenders import CONTENDERS, Rewrite
 from fusedconv.benchmark.layers import LAYERS, LayerWorkload
 from fusedconv.benchmark.measuring import device_facts, kernel_name, precision_mode
+from fusedconv.benchmark.problems import cell_problems
 from fusedconv.benchmark.records import METHOD, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
 from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, Suite, default_device
@@ -47,6 +49,7 @@ __all__ = [
     "Summary",
     "Timing",
     "Workload",
+    "cell_problems",
     "check_writable",
     "default_device",
     "device_facts",

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ convolutions' operations; bytes of the forward pass, plus output gradient and in
 gradient written.
 """
 
-_KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
+#: What tells records of contenders apart.
+KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
 
 
 def git_commit() -> str:
@@ -116,27 +117,39 @@ def header(
     }
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; ValueError where it holds something else."""
+def key_of(record: Mapping[str, Any], key: Sequence[str] = KEY) -> str:
+    """What tells a record from others, by the fields that ``key`` names."""
+    return json.dumps([record[field] for field in key], sort_keys=True)
+
+
+def load(path: Path, key: Sequence[str] = KEY) -> dict[str, Any]:
+    """A file with its "header" and "records", which have the fields of ``key``; ValueError where it
+    holds something else, OSError where it cannot be read."""
     try:
-        records: list[dict[str, Any]] = json.loads(path.read_text())["records"]
-        for record in records:
-            for field in _KEY:
-                record[field]
-    except (ValueError, KeyError, TypeError):
+        content: dict[str, Any] = json.loads(path.read_text())
+        content["header"].items()
+        for record in content["records"]:
+            key_of(record, key)
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"output: got {path}, expected a file of this benchmark's records"
         ) from None
+    return content
+
+
+def read(path: Path, key: Sequence[str] = KEY) -> list[dict[str, Any]]:
+    """The records of a file; raises as ``load``."""
+    records: list[dict[str, Any]] = load(path, key)["records"]
     return records
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, key: Sequence[str] = KEY) -> None:
     """Makes the folder. Raises OSError where the file cannot be written, ValueError where another
     one is in its place."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists():
-        read(path)
+        read(path, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     partial.touch()
@@ -156,12 +169,22 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def write(path: Path, head: dict[str, Any], records: Iterable[dict[str, Any]]) -> None:
-    """Replaces the records that were measured anew in the file, and keeps the others."""
-    old = read(path) if path.exists() else []
-    kept = {tuple(r[field] for field in _KEY): r for r in (*old, *records)}
-    partial = _partial(path)
+def write(
+    path: Path,
+    head: dict[str, Any],
+    records: Iterable[dict[str, Any]],
+    key: Sequence[str] = KEY,
+    **others: Any,
+) -> None:
+    """Replaces the records that were measured anew in the file, and keeps the others. ``others``
+    are further entries of the file."""
+    old = read(path, key) if path.exists() else []
+    kept = {key_of(record, key): record for record in (*old, *records)}
+    heads = {"header": head, **others}
+    entries = [f'"{name}": {json.dumps(value, indent=1)}' for name, value in heads.items()]
     # A line a record: no larger than it must be, and differences are of records.
     lines = ",\n".join(map(json.dumps, kept.values()))
-    partial.write_text(f'{{"header": {json.dumps(head, indent=1)},\n"records": [\n{lines}\n]}}\n')
+    entries.append(f'"records": [\n{lines}\n]')
+    partial = _partial(path)
+    partial.write_text("{" + ",\n".join(entries) + "}\n")
     partial.replace(path)

@@ -44,8 +44,8 @@ class Observer:
     def planned(self, count: int) -> None:
         """So many records will be measured."""
 
-    def began(self, cell: Cell, contenders: str) -> None:
-        """A cell is being measured, for these contenders."""
+    def began(self, title: str) -> None:
+        """What ``title`` says is being measured."""
 
     def measured(self, record: dict[str, Any], share: float) -> None:
         """A record is there; ``share`` of the expected time has been worked off."""
@@ -242,7 +242,7 @@ def _do(
     try:
         for line in children.answers(request, index):
             if "began" in line:
-                events.put(("began", (job.cells[line["began"]], job.title)))
+                events.put(("began", f"{job.cells[line['began']].title} {job.title}"))
             elif "records" in line:
                 done += 1
                 events.put(("records", (line["records"], job)))
@@ -404,7 +404,7 @@ def run(
             elif event == "raised":
                 raise value
             elif event == "began":
-                watch.began(*value)
+                watch.began(value)
             else:
                 new, job = value
                 stamp = f"{head['date']} {head['commit']}"

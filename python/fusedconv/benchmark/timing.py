@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 import torch
 
@@ -30,20 +31,29 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     return rates
 
 
+def matrix_rate(precision: str, rates: Mapping[str, float]) -> float:
+    """FLOP/s of convolutions: strict fp32 on tensor cores takes three TF32 products for one."""
+    return rates["tf32"] / 3 if precision == "fp32" else rates[precision]
+
+
+def work(flops: int, input_bytes: int, output_bytes: int, pass_: str) -> tuple[int, int]:
+    """FLOPs and bytes that a pass cannot do without; ``flops`` are the forward convolution's."""
+    moved = input_bytes + output_bytes
+    if pass_ == "forward_backward":
+        return 3 * flops, moved + output_bytes + 2 * input_bytes
+    return flops, moved
+
+
 def floor_ms(
     flops: int,
     input_bytes: int,
     output_bytes: int,
     precision: str,
     pass_: str,
-    rates: dict[str, float],
+    rates: Mapping[str, float],
 ) -> float | None:
-    """``fusedconv.benchmark``'s docstring gives the formula."""
+    """What ``work`` takes at the device's rates; None without rates."""
     if not rates:
         return None
-    moved = input_bytes + output_bytes
-    if pass_ == "forward_backward":
-        flops *= 3
-        moved += output_bytes + 2 * input_bytes
-    rate = rates["tf32"] / 3 if precision == "fp32" else rates[precision]
-    return max(flops / rate, moved / rates["copy"]) * 1e3
+    flops, moved = work(flops, input_bytes, output_bytes, pass_)
+    return max(flops / matrix_rate(precision, rates), moved / rates["copy"]) * 1e3

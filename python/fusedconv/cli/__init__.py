@@ -1,4 +1,4 @@
-"""The command ``fusedconv``: info, list, explain, demo, bench, tune, cache."""
+"""The command ``fusedconv``: info, list, explain, demo, bench, plot, tune, cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fusedconv.cli.demo import demo
 from fusedconv.cli.explain import explain
 from fusedconv.cli.info import info, list_kernels
 from fusedconv.cli.options import Commands
+from fusedconv.cli.plot import plot
 from fusedconv.cli.tune import cache, tune
 
 
@@ -19,5 +20,5 @@ def main() -> None:
     """Transposed convolution, activation and GroupNorm in fused kernels, for PyTorch."""
 
 
-for _command in (info, list_kernels, explain, demo, bench, tune, cache):
+for _command in (info, list_kernels, explain, demo, bench, plot, tune, cache):
     main.add_command(_command)

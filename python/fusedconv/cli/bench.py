@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusedconv import benchmark
+from fusedconv.benchmark import kernels, records
+from fusedconv.cli.kernels import ALL, bench_kernels
 from fusedconv.cli.options import check_forced, console, integers, naming_options
+from fusedconv.cli.progress import observer
+from fusedconv.errors import NoKernelError
+from fusedconv.registry import registry
 
 
 def _choices(values: Iterable[str]) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def _device(context: click.Context, parameter: click.Parameter, value: str | Non
     return torch.device(value) if value else benchmark.default_device()
 
 
-def _summary(record: dict[str, Any]) -> str:
+def summary(record: dict[str, Any]) -> str:
     name = f"{benchmark.Cell.of(record).title} {record['contender']}"
     if record["median_ms"] is None:
         return f"{name}: {record['error']}"
@@ -55,59 +57,13 @@ def _summary(record: dict[str, Any]) -> str:
     )
 
 
-class _Lines(benchmark.Observer):
-    """A line for each record."""
-
-    def measured(self, record: dict[str, Any], share: float) -> None:
-        click.echo(_summary(record))
-
-
-class _Bar(benchmark.Observer):
-    """The same lines above a bar with the cell, the count and the remaining time."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.task = progress.add_task("rates", total=1.0, done=0, count=0)
-
-    def planned(self, count: int) -> None:
-        self.progress.update(self.task, count=count)
-
-    def began(self, cell: benchmark.Cell, contenders: str) -> None:
-        self.progress.update(self.task, description=f"{cell.title} {contenders}")
-
-    def measured(self, record: dict[str, Any], share: float) -> None:
-        self.progress.console.print(_summary(record), markup=False, highlight=False)
-        done = self.progress.tasks[self.task].fields["done"] + 1
-        self.progress.update(self.task, completed=share, done=done)
-
-
-@contextmanager
-def _observer(console: Console) -> Iterator[benchmark.Observer]:
-    """A bar on a terminal, lines anywhere else."""
-    if not console.is_terminal:
-        yield _Lines()
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[done]}/{task.fields[count]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    # Cells differ: the speed of the last minutes says more than that of the last seconds. The bar
-    # is drawn seldom, as drawing takes time of a processor that may be what is measured.
-    with Progress(
-        *columns, console=console, speed_estimate_period=600, refresh_per_second=1
-    ) as progress:
-        yield _Bar(progress)
-
-
 def _writable(
     context: click.Context, parameter: click.Parameter, value: Path | None
 ) -> Path | None:
     if value is not None:
+        key = records.KEY if context.params.get("kernels") is None else kernels.KEY
         try:
-            benchmark.check_writable(value)
+            benchmark.check_writable(value, key)
         except OSError as error:
             raise click.BadParameter(
                 f"got {str(value)!r}, expected a file that can be written: {error.strerror}"
@@ -150,14 +106,51 @@ def _ordinals(
     return ordinals
 
 
+def _suite(context: click.Context, parameter: click.Parameter, value: str) -> str | Path:
+    if value in benchmark.SUITES:
+        return value
+    names = " or ".join(benchmark.SUITES)
+    if context.params.get("kernels") is None:
+        raise click.BadParameter(f"got {value!r}, expected {names}, or with --kernels a file")
+    if not Path(value).is_file():
+        raise click.BadParameter(f"got {value!r}, expected {names}, or a file of shapes")
+    return Path(value)
+
+
+def _kernels(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[str, ...] | None:
+    if value is None or value == ALL:
+        return None if value is None else ()
+    try:
+        return tuple(registry().forced_names(value, "kernels"))
+    except NoKernelError as error:
+        raise click.BadParameter(str(error).removeprefix("kernels: ")) from error
+
+
 @click.command()
 @click.option(
     "--suite",
-    type=click.Choice(tuple(benchmark.SUITES)),
+    metavar="|".join((*benchmark.SUITES, "FILE")),
+    callback=_suite,
     default=benchmark.DEFAULT_SUITE,
     show_default=True,
     help="What is measured by default: the systems (and on a processor GroupNorm), or layers of "
-    "published models.",
+    "published models. With --kernels also a file of shapes, as `fusedconv tune` reads it.",
+)
+@click.option(
+    "--kernels",
+    metavar=f"{ALL}|NAME,...",
+    is_eager=True,  # other options depend on it
+    callback=_kernels,
+    help="In place of contenders, time each kernel that serves the problems: all, which gives the "
+    "regret of choosing by estimates too, or kernels and providers of these names.",
+)
+@click.option(
+    "--winners",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --kernels: a file of tuned kernels, whose regret is given too (`fusedconv cache "
+    "path` says where the user's is).",
 )
 @click.option(
     "--device",
@@ -211,23 +204,34 @@ def _ordinals(
     help="JSON to write or to add to.",
 )
 @click.option(
-    "--resume", is_flag=True, help="Leave out the cells that the output holds of this commit."
+    "--resume",
+    is_flag=True,
+    help="Leave out the cells that the output holds of this commit, with --kernels the problems "
+    "that it holds of this device, build and versions.",
 )
-def bench(**options: Any) -> None:
+@click.pass_context
+def bench(context: click.Context, /, **options: Any) -> None:
     """Times systems, layers or GroupNorm with activations next to eager and others.
 
     On a GPU each contender runs in processes of its own, on a processor they take turns in one.
+    With --kernels each problem's kernels are timed instead, in turns.
     """
     check_forced()
+    if options["resume"] and options["output"] is None:
+        raise click.BadParameter(
+            "got no --output, expected the file to resume", param_hint="'--resume'"
+        )
+    if options["kernels"] is not None:
+        bench_kernels(context, options)
+        return
+    del options["kernels"]
+    if options.pop("winners") is not None:
+        raise click.BadParameter("got a file without --kernels", param_hint="'--winners'")
     device: torch.device = options["device"]
     suite = benchmark.SUITES[options["suite"]][device.type]
     if options["devices"] is not None and device.type != "cuda":
         raise click.BadParameter(
             "got ordinals, expected none for a processor", param_hint="'--devices'"
-        )
-    if options["resume"] and options["output"] is None:
-        raise click.BadParameter(
-            "got no --output, expected the file to resume", param_hint="'--resume'"
         )
     for name in ("workloads", "precisions", "passes", "contenders"):
         options[name] = options[name] or getattr(suite, name)
@@ -241,9 +245,9 @@ def bench(**options: Any) -> None:
         )
         benchmark.jobs(options["contenders"], cells, 1, suite.seconds, device.type)
     output: Path | None = options["output"]
-    with _observer(console()) as observer:
-        records = benchmark.run(observer=observer, **options)
+    with observer(console(), summary) as watch:
+        measured = benchmark.run(observer=watch, **options)
     if output is not None and output.exists():
-        records = benchmark.read(output)
-    for line in benchmark.lines(records):
+        measured = benchmark.read(output)
+    for line in benchmark.lines(measured):
         click.echo(line)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -13,61 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedconv import benchmark, winners
-from fusedconv.benchmark.cells import Cell
-from fusedconv.benchmark.measuring import prepare
-from fusedconv.cli.explain import explain, problems
 from fusedconv.cli.options import check_forced, console
+from fusedconv.cli.shapes import problems_of_file
 from fusedconv.device import device_record
 from fusedconv.models import SIZES
 from fusedconv.problem import Problem
-from fusedconv.recording import Composition, record
 from fusedconv.selection import explain_problem, forced_kernels
-from fusedconv.tuning import autotune, tune_problem
-
-
-def _options(fields: dict[str, Any]) -> list[str]:
-    """A line of a file of shapes, as arguments of ``explain``."""
-    arguments = []
-    for name, value in fields.items():
-        if value is True:
-            arguments.append(f"--{name}")
-        elif value is False:
-            arguments.append(f"--no-{name}")
-        else:
-            values = value if isinstance(value, list) else [value]
-            arguments += [f"--{name}", ",".join(map(str, values))]
-    return arguments
-
-
-def _of_file(path: Path, device: torch.device) -> Iterator[Problem]:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            fields = json.loads(line)
-            if not isinstance(fields, dict):
-                raise ValueError(f"got {fields!r}, expected an object")
-            arguments = [*_options(fields), "--device", device.type]
-            with explain.make_context("explain", arguments) as context:
-                yield from problems(context, **context.params)
-        except (ValueError, click.UsageError) as error:
-            message = error.format_message() if isinstance(error, click.UsageError) else error
-            raise click.BadParameter(f"line {number}: {message}", param_hint="'FILE'") from error
-
-
-def _of_cell(cell: Cell, device: torch.device, size: str) -> Iterator[Problem]:
-    """The problems of a cell, tuned by running it."""
-    setup = prepare(cell, device, size)
-    model = benchmark.CONTENDERS["fusedconv"].build(setup.workload, setup.original)
-    x = setup.inputs[0].requires_grad_(setup.grad is not None)
-    with benchmark.precision_mode(cell.precision), autotune(), record.recording() as calls:
-        with torch.set_grad_enabled(setup.grad is not None):
-            output = model(x)
-        if setup.grad is not None:
-            output.backward(setup.grad)
-    for call in dict.fromkeys(calls):
-        if not isinstance(call, Composition):
-            yield call[0]
+from fusedconv.tuning import tune_problem
 
 
 @click.command()
@@ -109,7 +59,7 @@ def _tuned(
 ) -> Iterator[Problem]:
     """Problems, each tuned before it is given."""
     if file is not None:
-        for problem in _of_file(file, device):
+        for problem in problems_of_file(file, device, "'FILE'"):
             tune_problem(problem, device)
             yield problem
         return
@@ -118,7 +68,7 @@ def _tuned(
         chosen.workloads, chosen.precisions, passes=chosen.passes, device=device.type
     )
     for cell in cells:
-        yield from _of_cell(cell, device, size or chosen.size)
+        yield from benchmark.cell_problems(cell, device, size or chosen.size, tuned=True)
 
 
 @click.group()

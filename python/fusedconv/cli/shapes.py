@@ -1,0 +1,53 @@
+"""Files of shapes: problems, a line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from fusedconv.cli.explain import explain, problems
+from fusedconv.problem import Problem
+
+
+def _options(fields: dict[str, Any]) -> list[str]:
+    """A line of a file of shapes, as arguments of ``explain``."""
+    arguments = []
+    for name, value in fields.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is False:
+            arguments.append(f"--no-{name}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            arguments += [f"--{name}", ",".join(map(str, values))]
+    return arguments
+
+
+def _lines(path: Path, hint: str) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{path}: {error}", param_hint=hint) from error
+
+
+def problems_of_file(path: Path, device: torch.device, hint: str) -> Iterator[Problem]:
+    """The problems that a file describes on a device; each line is a JSON object of ``explain``'s
+    options. Raises click.BadParameter where one is not, for the parameter that ``hint`` names."""
+    for number, line in enumerate(_lines(path, hint), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ValueError(f"got {fields!r}, expected an object")
+            arguments = [*_options(fields), "--device", device.type]
+            with explain.make_context("explain", arguments) as context:
+                yield from problems(context, **context.params)
+        except (ValueError, click.UsageError) as error:
+            message = error.format_message() if isinstance(error, click.UsageError) else error
+            raise click.BadParameter(f"line {number}: {message}", param_hint=hint) from error

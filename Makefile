@@ -1,6 +1,8 @@
 # make demo   install into .venv and run the three systems    make test   install and run the tests
 # make lint   style and types                                 make format rewrite sources in style
-# make bench  the benchmark                                   make wheel  build a wheel into dist/
+# make bench  the benchmark                                   make docs   pages into build/docs/
+# make wheel  build a wheel into dist/, for this machine
+# make wheels wheels of every Python that is served into wheelhouse/, by cibuildwheel with Docker
 # make nvcc   install nvcc from Python packages, where the machine has no CUDA toolkit
 #
 # PYTHON, TORCH and VENV choose the interpreter, the torch requirement and the environment's folder.
@@ -18,7 +20,7 @@ CPP := $(shell find cpp -name '*.hpp' -o -name '*.cpp' -o -name '*.cu')
 BUILD_OPTIONS := $(FUSEDCONV_CUDA) $(FUSEDCONV_CUDA_ARCHITECTURES) $(FUSEDCONV_IGNORE_SYSTEM_NVCC) \
 	$(FUSEDCONV_CUTLASS_DIR) $(FUSEDCONV_WERROR) $(CMAKE_ARGS)
 
-.PHONY: demo test install lint format bench wheel nvcc clean force
+.PHONY: demo test install lint format bench docs wheel wheels nvcc clean force
 .DELETE_ON_ERROR:
 
 demo: install
@@ -66,12 +68,20 @@ format: install
 bench: install
 	$(BIN)/fusedconv bench $(BENCH_ARGS)
 
+docs: install
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+
 wheel: install
 	$(PIP) wheel -v --no-build-isolation --no-deps -w dist .
+	$(BIN)/python tools/check_wheel.py dist/*.whl
 
-nvcc: $(VENV)/.created
+wheels: $(VENV)/.created
+	$(PIP) install -q "cibuildwheel>=3.2"
+	$(BIN)/cibuildwheel --platform linux --output-dir wheelhouse
+
+nvcc: $(VENV)/.tools
 	$(PIP) install -q --group cuda-build
 	rm -f $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) build dist wheelhouse

@@ -51,7 +51,7 @@ $(VENV)/.options: force | $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.tools $(VENV)/.options \
 		pyproject.toml CMakeLists.txt $(wildcard cmake/*.cmake) $(CPP)
-	$(PIP) install -v --no-build-isolation -e ".[dev]"
+	$(PIP) install -v --no-build-isolation -e ".[dev]" "$(TORCH)"
 	touch $@
 
 lint: install

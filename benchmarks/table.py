@@ -6,11 +6,12 @@ Systems have one row a cell; speed-ups are fusedconv's, as torch comes, over the
 eagers and over the best peer. GroupNorm workloads are many and small: their rows are geometric
 means of the speed-ups over a peer, the least one, and the share of cells below 0.95. Layers have
 a table for each pass and precision, with every contender in its best layout (* is channels last)
-and the time until a call returned.
+and the time until a call returned. Models have a row a cell, before and after conversion.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import statistics
 import sys
@@ -166,8 +167,39 @@ def print_layers(records: list[dict]) -> None:
         print()
 
 
+def print_models(records: list[dict]) -> None:
+    """One row for each model and cell: times before and after conversion and the errors against
+    float64, and what was replaced how often."""
+    cells: dict[tuple[str, ...], dict[str, dict]] = {}
+    for record in records:
+        key = (record["workload"], record["pass"], record["precision"], record["layout"])
+        cells.setdefault(key, {})[record["contender"]] = record
+    named = {record["contender"] for record in records}
+    others = [each for each in ("compile", "compile_backend") if each in named]
+
+    def row(key: tuple[str, ...], found: dict[str, dict]) -> list[str]:
+        before, after = found["original"], found["converted"]
+        counts = collections.Counter(after["replaced"])
+        return [
+            " ".join(key),
+            *(f"{each['median_ms']:.2f}" for each in (before, after)),
+            f"{before['median_ms'] / after['median_ms']:.2f}x",
+            *(f"{found[each]['median_ms']:.2f}" if each in found else "" for each in others),
+            *(f"{each['error_fp64']:.1e}" for each in (before, after)),
+            ", ".join(f"{count} {chain}" for chain, count in counts.items()),
+        ]
+
+    print_table(
+        ("model", "original", "converted", "", *others, "error", "converted's", "replaced"),
+        (row(key, found) for key, found in cells.items()),
+    )
+
+
 def main(path: Path) -> None:
     records = json.loads(path.read_text())["records"]
+    if records and records[0]["contender"] in ("original", "converted"):
+        print_models(records)
+        return
     systems = [record for record in records if record["workload"] in SYSTEMS]
     norms = [record for record in records if record["workload"] in NORMS]
     if systems:

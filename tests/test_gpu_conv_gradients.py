@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS
+from fusedconv.layout import layout_of
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
@@ -107,7 +108,7 @@ def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
 def output_gradient(kind: str, output: Tensor) -> Tensor:
     """Of the output's shape and dtype, lying in memory as ``kind`` says."""
     if kind == "channels last":
-        return torch.randn_like(output.movedim(1, -1).contiguous()).movedim(-1, 1)
+        return in_layout(torch.randn_like(output), "nhwc")
     if kind == "expanded":
         return torch.randn_like(output[..., :1]).expand_as(output)
     if kind == "sliced":
@@ -117,8 +118,16 @@ def output_gradient(kind: str, output: Tensor) -> Tensor:
     return torch.randn_like(output)
 
 
-def operands(case: dict[str, Any], dtype: torch.dtype) -> list[Tensor]:
+def in_layout(tensor: Tensor, layout: str) -> Tensor:
+    """A dense tensor of any rank in a layout."""
+    if layout == "nchw":
+        return tensor.contiguous()
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def operands(case: dict[str, Any], dtype: torch.dtype, layout: str = "nchw") -> list[Tensor]:
     x = case["draw"](case["batch"], case["channels"], *case["spatial"], device="cuda")
+    x = in_layout(x, layout)
     weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
     bias = torch.randn(case["out"], device="cuda")
     return [x.to(dtype), (weight / case["channels"] ** 0.5).to(dtype), bias.to(dtype)]
@@ -150,16 +159,17 @@ def gradients(
     return torch.autograd.grad(function(*leaves, **keywords), asked, grad)
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("draw", [random_problem, random_strided])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_random_problems(kernel, draw, gradients_of):
+def test_random_problems(kernel, draw, layout, gradients_of):
     gradients_of(kernel)
     precision, dtype = kernel.precision, DTYPES[kernel.precision]
     generator = random.Random(kernel.name)
     torch.manual_seed(0)
     for _ in range(RANDOM_PROBLEMS):
         case = draw(kernel, generator)
-        tensors = operands(case, dtype)
+        tensors = operands(case, dtype, layout)
         # No row convolves the output's gradient with a filter of two columns and their padding.
         cropped = draw is random_problem and (case["kernel"][-1], case["padding"][-1]) == (2, 1)
         wanted = NAMES[1:] if cropped else NAMES
@@ -184,6 +194,9 @@ def test_random_problems(kernel, draw, gradients_of):
             if precision == "fp32" and name == "input" and a.numel() < FEWEST_STRICT_VALUES:
                 continue
             assert torch.equal(a, b), (name, case)
+            if name == "input":
+                x = tensors[0]
+                assert layout_of(a.shape, a.stride()) == layout_of(x.shape, x.stride()), case
             limit = max(relative_error(t, e), relative_error(r, e))
             if name == "bias":
                 limit = 2 * relative_error(t, e)  # of a sum of many terms
@@ -191,10 +204,11 @@ def test_random_problems(kernel, draw, gradients_of):
             assert error <= bound(limit, precision), (name, error, limit, case)
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("spatial", [(37, 62), (24, 64)], ids=str)
-def test_behind_a_normalisation(kernel, spatial, gradients_of):
-    """Its gradient comes with padded lines, and the bias's with it."""
+def test_behind_a_normalisation(kernel, spatial, layout, gradients_of):
+    """In NCHW its gradient comes with padded lines, and the bias's with it."""
     gradients_of(kernel)
     dtype = DTYPES[kernel.precision]
     case = {
@@ -223,12 +237,15 @@ def test_behind_a_normalisation(kernel, spatial, gradients_of):
         scale, shift = (parameter.to(x.dtype) for parameter in affine)
         return torch.nn.functional.group_norm(y, 4, scale, shift)
 
-    tensors = operands(case, dtype)
+    tensors = operands(case, dtype, layout)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     _, explanation = explained(lambda: ours(*leaves), gradients=True)
     parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
     assert parts["input"] == kernel.name
-    assert not any(step.startswith("pad the output's") for step in explanation.steps)
+    turned = "turn the output's gradient (nhwc -> nchw)" in explanation.steps
+    assert turned == (layout == "nhwc")
+    if layout == "nchw":
+        assert not any(step.startswith("pad the output's") for step in explanation.steps)
     output = composed(*tensors)
     grad = torch.randn_like(output)
     poison()

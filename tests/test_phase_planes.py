@@ -16,8 +16,13 @@ from torch import Tensor
 import fusedconv
 from fusedconv.device import KNOWN
 from fusedconv.kernels.cuda.convolution import by_axis
-from fusedconv.kernels.cuda.phase_planes import MOST_PHASES, compiled_phases, holds_all, of_planes
-from fusedconv.kernels.cuda.sm90_gradients import input_convolution
+from fusedconv.kernels.cuda.phase_planes import (
+    MOST_PHASES,
+    compiled_phases,
+    holds_all,
+    input_convolution,
+    of_planes,
+)
 from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
 from fusedconv.registry import registry
 from fusedconv.selection import choose

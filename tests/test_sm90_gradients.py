@@ -14,8 +14,13 @@ from problems import backward_problem, geometry_of, group_norm_stage, problem
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda.sm90_gradients import input_convolution
-from fusedconv.layout import lies_in_lines, line_strides
+from fusedconv.kernels.compiled import CONTIGUOUS_STEP
+from fusedconv.kernels.cuda import sm90_gradients
+from fusedconv.kernels.cuda.phase_planes import input_convolution
+from fusedconv.kernels.cuda.program import INPUT, OUTPUT
+from fusedconv.kernels.cuda.sm90_gradients import CONV_INPUT, GRAD_WEIGHT
+from fusedconv.layout import layout_of, lies_in_lines, line_strides
+from fusedconv.plan import BackwardTensors
 from fusedconv.problem import ForwardProblem
 from fusedconv.registry import registry
 from fusedconv.selection import choose, plan_for
@@ -230,10 +235,6 @@ def test_the_input_gradient_is_a_convolution_of_the_filter_read_backwards(axes):
 
 
 def test_what_has_no_such_convolution_is_refused():
-    last = problem(layout="nhwc", conv=geometry_of(torch.empty(4, 6, 3, 3)))
-    support = input_convolution(last)
-    assert isinstance(support, Support)
-    assert "channels last" in support.reason
     cropped = problem(conv=geometry_of(torch.empty(4, 6, 2, 2), padding=(2, 0)))
     support = input_convolution(cropped)
     assert isinstance(support, Support)
@@ -301,7 +302,6 @@ def test_strict_fp32_has_no_weight_gradient_here():
         ({"conv": geometry_of(torch.empty(64, 64, 3, 8), stride=(1, 2))}, "not 4"),
         ({"conv": geometry_of(torch.empty(64, 64, 3, 3), groups=2)}, "groups is 2"),
         ({"batch": 0}, "empty"),
-        ({"layout": "nhwc"}, "channels last"),
         ({"precision": "fp32"}, "fp32 is asked for"),
     ],
     ids=str,
@@ -312,6 +312,132 @@ def test_what_is_not_served_says_why(changes, text):
     assert not support
     assert text in support.reason
     assert choose(asked, H200)
+
+
+# ---- channels last -------------------------------------------------------------------------------
+
+TURNED_GRAD = "turn the output's gradient (nhwc -> nchw)"
+TURNED_INPUT = "turn the input (nhwc -> nchw)"
+
+
+def channels_last(precision: str, **changes) -> ForwardProblem:
+    return system_1(precision, **({"layout": "nhwc"} | changes))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_channels_last_is_turned_and_turned_back(precision):
+    asked = backward_problem(channels_last(precision, batch=2), "input", "weight")
+    kernel = kernel_named("sm90_gradients_" + precision.replace("fp", "f"))
+    assert kernel.supports(asked, H200)
+    steps = kernel.compile(asked, H200).steps
+    pitch = 260 if precision == "tf32" else 264
+    padded = f"pad the output's gradient, lines of 258 to {pitch}"
+    assert steps.index(TURNED_GRAD) + 1 == steps.index(padded)
+    back = "input nchw -> nhwc, copied, channels 64 -> 64"
+    assert steps.index(back) + 1 == steps.index(TURNED_INPUT)
+    assert steps[-1] == "add the weight gradient's parts"
+    planes = backward_problem(system_1(precision, batch=2), "input", "weight")
+    copied = 3 * 2 * asked.forward.input_elements * asked.forward.dtype.itemsize
+    assert kernel.cost(asked, H200) > kernel.cost(planes, H200) + H200.copy_milliseconds(copied)
+
+
+def test_what_is_not_asked_for_is_not_turned():
+    kernel = kernel_named("sm90_gradients_bf16")
+    asked = channels_last("bf16", epilogue=())
+    alone = backward_problem(asked, "input", grad_layout="nhwc")
+    steps = kernel.compile(alone, H200).steps
+    assert TURNED_GRAD in steps
+    assert TURNED_INPUT not in steps
+    steps = kernel.compile(backward_problem(asked, "weight", grad_layout="nhwc"), H200).steps
+    assert TURNED_INPUT in steps
+    assert not any("nchw -> nhwc" in step for step in steps)
+    # A gradient that lies in NCHW is read as it lies.
+    steps = kernel.compile(backward_problem(asked, "weight", grad_layout="nchw"), H200).steps
+    assert TURNED_GRAD not in steps
+
+
+def test_channels_that_are_no_whole_16_bytes_are_copied_by_torch():
+    asked = channels_last(
+        "bf16", epilogue=(), channels=12, conv=geometry_of(torch.empty(12, 20, 3, 3))
+    )
+    steps = kernel_named("sm90_gradients_bf16").compile(
+        backward_problem(asked, "input", "weight", grad_layout="nhwc"), H200
+    ).steps  # fmt: skip
+    assert steps[:2] == ("torch copy of the output's gradient to nchw", CONTIGUOUS_STEP)
+    assert steps[-1] == "torch copy of the input's gradient to nhwc"
+    assert not any("nhwc -> nchw" in step for step in steps)
+
+
+def test_strides_take_channels_last_too():
+    conv = geometry_of(torch.empty(64, 32, 4, 4), stride=(2, 2), padding=(1, 1))
+    asked = backward_problem(
+        channels_last("tf32", epilogue=(), spatial=(32, 32), conv=conv),
+        "input",
+        "weight",
+        grad_layout="nhwc",
+    )
+    steps = kernel_named("sm90_gradients_tf32").compile(asked, H200).steps
+    assert steps.index(TURNED_GRAD) + 1 == next(
+        index for index, step in enumerate(steps) if step.startswith("split the output's gradient")
+    )
+
+
+@pytest.mark.parametrize("channels", [(64, 32), (6, 10)], ids=str)
+@pytest.mark.parametrize("kind", ["nchw", "nhwc", "expanded", "lines"])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_a_program_gets_what_it_was_built_for(layout, kind, channels, monkeypatch):
+    """A run with the program's work done by torch, from what the program is given."""
+    inputs, outputs = channels
+    form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    x = torch.randn(2, inputs, 5, 5).contiguous(memory_format=form).requires_grad_()
+    weight = torch.randn(inputs, outputs, 3, 3, requires_grad=True)
+    output = torch.nn.functional.conv_transpose2d(x, weight)
+    grad = torch.randn_like(output).contiguous()
+    if kind == "nhwc":
+        grad = grad.contiguous(memory_format=torch.channels_last)
+    elif kind == "expanded":
+        grad = grad[..., :1].expand_as(grad)
+    elif kind == "lines":
+        padded = torch.empty_strided(grad.shape, line_strides(grad.shape, grad.dtype))
+        grad = padded.copy_(grad)
+    wanted = torch.autograd.grad(output, (x, weight), grad)
+    asked = backward_problem(
+        problem(
+            batch=2,
+            channels=inputs,
+            spatial=(5, 5),
+            layout=layout,
+            precision="tf32",
+            conv=geometry_of(weight),
+        ),
+        "input",
+        "weight",
+        grad_layout=layout_of(grad.shape, grad.stride()),
+    )
+    plan = kernel_named("sm90_gradients_tf32").compile(asked, H200)
+    whole = {name: size % 4 == 0 for name, size in (("x", inputs), ("grad", outputs))}
+
+    def run(program, device, slots, like):
+        (built_for,) = [form for form, built in plan._programs.items() if built is program]
+        grad, given, result = slots[INPUT], slots[CONV_INPUT], slots[OUTPUT]
+        copied = kind == "expanded" or (kind == "nhwc" and not whole["grad"])
+        assert built_for == ("nchw" if copied else kind)
+        assert lies_in_lines(grad) == (built_for == "lines")
+        if built_for != "lines":
+            assert layout_of(grad.shape, grad.stride()) == built_for
+        expected = layout if whole["x"] else "nchw"
+        for tensor in (given, result):
+            assert layout_of(tensor.shape, tensor.stride()) == expected
+        leaves = given.detach().requires_grad_(), weight
+        found = torch.autograd.grad(torch.nn.functional.conv_transpose2d(*leaves), leaves, grad)
+        result.copy_(found[0])
+        slots[GRAD_WEIGHT].copy_(found[1])
+
+    monkeypatch.setattr(sm90_gradients, "run_program", run)
+    tensors = BackwardTensors(grad, x.detach(), weight.detach(), *6 * (None,))
+    found = plan.run(tensors)
+    torch.testing.assert_close((found.input, found.weight), wanted)
+    assert layout_of(found.input.shape, found.input.stride()) == layout
 
 
 def test_lines():

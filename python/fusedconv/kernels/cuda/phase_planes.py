@@ -75,6 +75,47 @@ def of_planes(forward: ForwardProblem) -> ForwardProblem | Support:
     return dataclasses.replace(forward, conv=planes, epilogue=(), spatial=spatial)
 
 
+@functools.lru_cache(maxsize=1024)
+def input_convolution(forward: ForwardProblem) -> ForwardProblem | Support:
+    """The transposed convolution that takes the output's gradient, or its planes, to the input's,
+    over dense NCHW; with stride 1 its weight strides are those of the filter read backwards, from
+    its last tap. Refuses what is no such convolution."""
+    planes = of_planes(forward)
+    if isinstance(planes, Support):
+        return planes
+    conv = planes.conv
+    assert conv is not None
+    padding = tuple(
+        dilation * (kernel - 1) - pad
+        for kernel, pad, dilation in zip(conv.kernel_size, conv.padding, conv.dilation, strict=True)
+    )
+    if min(padding) < 0:
+        return Support.no(f"padding {conv.padding} exceeds dilation (kernel - 1)")
+    inputs, outputs, *taps = conv.weight_strides
+    backwards = ConvTransposeGeometry(
+        in_channels=conv.out_channels,
+        out_channels=conv.in_channels,
+        kernel_size=conv.kernel_size,
+        stride=conv.stride,
+        padding=padding,
+        output_padding=(0,) * len(padding),
+        dilation=conv.dilation,
+        groups=conv.groups,
+        weight_strides=(outputs, inputs, *(-stride for stride in taps)),
+    )
+    return ForwardProblem(
+        dtype=forward.dtype,
+        output_dtype=forward.dtype,
+        precision=forward.precision,
+        layout="nchw",
+        aligned=True,
+        batch=forward.batch,
+        channels=conv.out_channels,
+        spatial=planes.output_spatial,
+        conv=backwards,
+    )
+
+
 def compiled_phases(conv: ConvTransposeGeometry) -> Any:
     return _C.PhasePlanes(
         kernel=by_axis(conv.kernel_size),

@@ -1,4 +1,4 @@
-"""Gradients of a transposed convolution on Hopper (sm_90a), channels first.
+"""Gradients of a transposed convolution on Hopper (sm_90a).
 
 The input's gradient is a convolution of the output's gradient with the filter read backwards and
 its channel axes swapped, which the rows of ``sm90_runs`` compute. The weight's gradient is a sum
@@ -6,7 +6,7 @@ over positions, in a fixed number of parts that are added in a fixed order: the 
 device. Both read tensors whose lines begin at multiples of 16 bytes; others are padded first, and
 the bias's gradient is summed on the way. All of them share one padded output gradient. Where there
 is a stride, it is split into planes of the stride's phases, as ``phase_planes`` has it, and all
-else is as with stride 1.
+else is as with stride 1. Tensors of channels last are turned to channels first before and after.
 """
 
 from __future__ import annotations
@@ -22,10 +22,25 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, conv_problem
+from fusedconv.kernels.cuda.gradient_tensors import (
+    GradForm,
+    copies_to_channels_last,
+    grad_form,
+    grad_layout,
+    pads_grad,
+    pads_input,
+    read_spatial,
+    reads_channels_last,
+    sample_bytes,
+    splits_grad,
+    turned_elements,
+    writes_channels_last,
+)
 from fusedconv.kernels.cuda.phase_planes import (
     Summed,
     compiled_phases,
     holds_all,
+    input_convolution,
     is_strided,
     of_planes,
     pack_phases,
@@ -49,9 +64,14 @@ from fusedconv.kernels.cuda.program import (
 from fusedconv.kernels.cuda.sm90 import only_phase
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
-from fusedconv.layout import LINE_BYTES, dense, lies_in_lines, line_pitch
+from fusedconv.kernels.cuda.turning import (
+    turn_to_channels_last,
+    turned_to_channels_first,
+    turns_whole_vectors,
+)
+from fusedconv.layout import LINE_BYTES, dense, empty, layout_of, lies_in_lines, line_pitch
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
-from fusedconv.problem import BackwardProblem, Bias, ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import BackwardProblem, ForwardProblem
 from fusedconv.support import Support
 
 # Slots of a program's pointers beside those of a forward pass: the convolution of the output's
@@ -81,59 +101,19 @@ class CostConstants:
     passes: float
     #: An element of the weight and of its gradient, which are not read and written in order.
     scattered: float
+    #: Turning a tensor between the layouts, times what copying it takes.
+    turning: float
 
 
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
 #: layers, most of them of real models.
 COSTS = CostConstants(
-    tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5, scattered=4.0
-)
+    tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5, scattered=4.0,
+    turning=1.4,
+)  # fmt: skip
 #: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
 #: than the forward pass's: from the same layers.
 PLANE_COSTS = dataclasses.replace(RUN_COSTS, crowded_byte=0.053)
-
-
-@functools.lru_cache(maxsize=1024)
-def input_convolution(forward: ForwardProblem) -> ForwardProblem | Support:
-    """The transposed convolution that takes the output's gradient, or its planes, to the input's,
-    over dense NCHW; with stride 1 its weight strides are those of the filter read backwards, from
-    its last tap. Refuses what is no such convolution."""
-    planes = of_planes(forward)
-    if isinstance(planes, Support):
-        return planes
-    conv = planes.conv
-    assert conv is not None
-    if forward.output_layout != "nchw":
-        return Support.no("reads NCHW; the input is channels last")
-    padding = tuple(
-        dilation * (kernel - 1) - pad
-        for kernel, pad, dilation in zip(conv.kernel_size, conv.padding, conv.dilation, strict=True)
-    )
-    if min(padding) < 0:
-        return Support.no(f"padding {conv.padding} exceeds dilation (kernel - 1)")
-    inputs, outputs, *taps = conv.weight_strides
-    backwards = ConvTransposeGeometry(
-        in_channels=conv.out_channels,
-        out_channels=conv.in_channels,
-        kernel_size=conv.kernel_size,
-        stride=conv.stride,
-        padding=padding,
-        output_padding=(0,) * len(padding),
-        dilation=conv.dilation,
-        groups=conv.groups,
-        weight_strides=(outputs, inputs, *(-stride for stride in taps)),
-    )
-    return ForwardProblem(
-        dtype=forward.dtype,
-        output_dtype=forward.dtype,
-        precision=forward.precision,
-        layout="nchw",
-        aligned=True,
-        batch=forward.batch,
-        channels=conv.out_channels,
-        spatial=planes.output_spatial,
-        conv=backwards,
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,7 +125,7 @@ def _weight_config(row: int, forward: ForwardProblem, device: Device) -> Any:
         room.rows()[row],
         problem=conv_problem(only_phase(planes), planes.channels, planes.output_channels),
         batch=forward.batch,
-        layout=_C.Layout[forward.output_layout],
+        layout=_C.Layout.nchw,
         device=device.compiled,
     )
 
@@ -228,15 +208,18 @@ class GradientsSm90(BackwardKernel):
         size = forward.dtype.itemsize
         assert forward.conv is not None
         conv = forward.conv
-        elements = conv.in_channels * conv.out_channels * math.prod(conv.kernel_size)
-        cycles = elements * costs.scattered / max(1, device.multiprocessors)
+        weights = conv.in_channels * conv.out_channels * math.prod(conv.kernel_size)
+        cycles = weights * costs.scattered / max(1, device.multiprocessors)
         scattered = cycles * 1e3 / device.clock_hertz
         total = device.launch_milliseconds  # of one plan, however many parts it computes
         planes = of_planes(forward)
         assert isinstance(planes, ForwardProblem) and planes.conv is not None
         splits = splits_grad(problem)
         # The gradient of a normalisation comes with padded lines.
-        pads = pads_grad(problem) and forward.norm is None
+        pads = pads_grad(problem) and (forward.norm is None or forward.output_layout == "nhwc")
+        for elements in turned_elements(problem):
+            total += device.copy_milliseconds(costs.turning * 2 * elements * size)
+            total += device.launch_milliseconds
         if splits:
             total += split_milliseconds(forward, device) + device.launch_milliseconds
         if pads or ("bias" in gradients and not (splits and holds_all(forward))):
@@ -272,9 +255,9 @@ class GradientsSm90(BackwardKernel):
     def compile(self, problem: BackwardProblem, device: Device) -> GradientsSm90Plan:
         return GradientsSm90Plan(self, problem, device)
 
-    def build(self, problem: BackwardProblem, device: Device, *, in_lines: bool) -> _C.Program:
+    def build(self, problem: BackwardProblem, device: Device, grad_form: GradForm) -> _C.Program:
         """The program over tensors in the order of the slots. The output's gradient lies in padded
-        lines, or is dense and padded where that is needed."""
+        lines, or is dense and turned and padded where that is needed."""
         forward, gradients = problem.forward, problem.gradients
         convolution = input_convolution(forward)
         assert isinstance(convolution, ForwardProblem)
@@ -282,8 +265,13 @@ class GradientsSm90(BackwardKernel):
         compiled = program.compiled
         sample = forward.output_elements // forward.batch * forward.dtype.itemsize
         grad = compiled.tensor(INPUT, sample)
+        in_lines = grad_form == "lines"
         columns = forward.output_spatial[-1]
         pitch = line_pitch(columns, forward.dtype) if in_lines else columns
+        if grad_form == "nhwc":
+            grad = program.input = turned_to_channels_first(
+                program, grad, forward.output_channels, forward.output_spatial, _GRAD_NAME
+            )
         pads, sums = pads_grad(problem) and not in_lines, "bias" in gradients
         summed = None
         if splits_grad(problem):
@@ -307,7 +295,13 @@ class GradientsSm90(BackwardKernel):
             filter = None
             if forward.conv is not None and is_strided(forward):
                 filter = pack_phases(program, row.room, config, forward.conv)
-            row.convolve(program, config, program.output, filter)
+            turns = writes_channels_last(forward)
+            output = program.scratch(sample_bytes(forward)) if turns else program.output
+            row.convolve(program, config, output, filter)
+            if turns:
+                turn_to_channels_last(
+                    program, output, program.output, forward.channels, forward.spatial
+                )
         if "weight" in gradients:
             self._add_weight_steps(program, problem, device)
         return compiled
@@ -318,9 +312,12 @@ class GradientsSm90(BackwardKernel):
         """Appends what computes the weight's gradient from the program's input, the output's
         gradient or its planes with padded lines."""
         forward, compiled = problem.forward, program.compiled
-        spatial = _read_spatial(forward)
-        sample = forward.channels * math.prod(spatial) * forward.dtype.itemsize
-        given = compiled.tensor(CONV_INPUT, sample)
+        spatial = read_spatial(forward)
+        given = compiled.tensor(CONV_INPUT, sample_bytes(forward))
+        if reads_channels_last(forward):
+            given = turned_to_channels_first(
+                program, given, forward.channels, forward.spatial, "the input"
+            )
         if pads_input(problem):
             given = program.padded_input(given, forward.channels, spatial)
         config = self.weight_config(problem, device)
@@ -370,42 +367,9 @@ def _pad(
     return (summed, parts) if sums else None
 
 
-def _begin_apart(problem: BackwardProblem, columns: int) -> bool:
-    """Whether lines of a dense tensor do not all begin at multiples of 16 bytes."""
-    return not problem.aligned or line_pitch(columns, problem.forward.dtype) != columns
-
-
-def splits_grad(problem: BackwardProblem) -> bool:
-    """Whether the output's gradient is split into planes first."""
-    return is_strided(problem.forward) and bool(problem.gradients & {"input", "weight"})
-
-
-def pads_grad(problem: BackwardProblem) -> bool:
-    """Whether the lines of the output's gradient are padded first, where it is dense and whole."""
-    return (
-        bool(problem.gradients & {"input", "weight"})
-        and not is_strided(problem.forward)
-        and _begin_apart(problem, problem.forward.output_spatial[-1])
-    )
-
-
-def pads_input(problem: BackwardProblem) -> bool:
-    """Whether the lines of the input are padded first."""
-    return "weight" in problem.gradients and _begin_apart(
-        problem, _read_spatial(problem.forward)[-1]
-    )
-
-
-def _read_spatial(forward: ForwardProblem) -> tuple[int, ...]:
-    """The input's extents as the weight's gradient reads it."""
-    planes = of_planes(forward)
-    assert isinstance(planes, ForwardProblem)
-    return planes.spatial
-
-
 class GradientsSm90Plan(BackwardPlan):
-    """One program for an output gradient in padded lines, and one for a dense one; what is not
-    contiguous NCHW is copied to it first."""
+    """A program for each form in which an output gradient comes; what comes in none of them, or is
+    channels last of channels that the program does not turn, torch copies to NCHW first."""
 
     def __init__(self, kernel: GradientsSm90, problem: BackwardProblem, device: Device) -> None:
         conv = problem.forward.conv
@@ -414,9 +378,10 @@ class GradientsSm90Plan(BackwardPlan):
         self.problem = problem
         self._kernel = kernel
         self._device = device
-        self._programs: dict[bool, _C.Program] = {}
+        self._programs: dict[GradForm, _C.Program] = {}
         self.pads_lines = pads_grad(problem)
-        self._describe(in_lines=False)
+        self._turns = turns_whole_vectors(conv.out_channels, problem.forward.dtype)
+        self._describe(grad_form(problem))
         # Where the filter is read from, in elements: with stride 1 backwards.
         self._first_read = 0
         if not is_strided(problem.forward):
@@ -425,40 +390,52 @@ class GradientsSm90Plan(BackwardPlan):
                 for extent, stride in zip(conv.kernel_size, conv.weight_strides[2:], strict=True)
             )
 
-    def _program(self, in_lines: bool) -> _C.Program:
-        if in_lines not in self._programs:
-            program = self._kernel.build(self.problem, self._device, in_lines=in_lines)
-            self._programs[in_lines] = program
-        return self._programs[in_lines]
+    def _program(self, form: GradForm) -> _C.Program:
+        if form not in self._programs:
+            self._programs[form] = self._kernel.build(self.problem, self._device, form)
+        return self._programs[form]
 
-    def _describe(self, *, in_lines: bool) -> None:
+    def _describe(self, form: GradForm) -> None:
         problem = self.problem
-        forward = problem.forward
-        behind = [stage for stage in forward.epilogue if not isinstance(stage, Bias)]
+        forward, wanted = problem.forward, problem.gradients
         copies = []
-        if problem.grad_layout != "nchw" and not behind:
-            copies.append("torch copy of the output's gradient to nchw")
-        if "weight" in problem.gradients and forward.layout == "strided":
+        if form == "nchw" and grad_layout(problem) != "nchw":
+            copies.append(f"torch copy of {_GRAD_NAME} to nchw")
+        if "weight" in wanted and forward.layout != "nchw" and not reads_channels_last(forward):
             copies.append(CONTIGUOUS_STEP)
-        self.steps = (*copies, *self._program(in_lines).steps)
+        behind = []
+        if "input" in wanted and copies_to_channels_last(forward):
+            behind.append("torch copy of the input's gradient to nhwc")
+        self.steps = (*copies, *self._program(form).steps, *behind)
 
     def take_padded_lines(self) -> None:
-        self._describe(in_lines=True)
+        self._describe("lines")
+
+    def _form_of(self, grad: Tensor) -> GradForm | None:
+        """The form in which a gradient lies; None where it is to be copied."""
+        if lies_in_lines(grad):
+            return "lines"
+        if grad.data_ptr() % LINE_BYTES == 0 and self._turns:
+            return "nhwc" if layout_of(grad.shape, grad.stride()) == "nhwc" else None
+        return None
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         forward, wanted = self.problem.forward, self.problem.gradients
         grad = tensors.of_convolution.to(forward.dtype)
-        if not lies_in_lines(grad):
+        form = self._form_of(grad)
+        if form is None:
             grad = dense(grad, "nchw")
+            form = "lines" if lies_in_lines(grad) else "nchw"
         weight = tensors.weight
         assert weight is not None
         grad_input = grad_weight = grad_bias = x = filter = None
         if "input" in wanted:
             filter = weight.as_strided((), (), weight.storage_offset() + self._first_read)
-            grad_input = grad.new_empty(forward.input_shape)
+            turns = writes_channels_last(forward)
+            grad_input = empty(grad, forward.input_shape, "nhwc" if turns else "nchw", grad.dtype)
         if "weight" in wanted:
-            x = dense(tensors.input, "nchw")
-            if x.data_ptr() % LINE_BYTES:  # tensor maps read it where it is not padded
+            x = dense(tensors.input, "nhwc" if reads_channels_last(forward) else "nchw")
+            if x.data_ptr() % LINE_BYTES:  # read by tensor maps or in whole vectors
                 x = x.clone()
             grad_weight = grad.new_empty(weight.shape)
         if "bias" in wanted:
@@ -466,7 +443,9 @@ class GradientsSm90Plan(BackwardPlan):
         slots: list[Tensor | None] = [None] * (GRAD_BIAS + 1)
         slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, filter, grad_input
         slots[CONV_INPUT], slots[GRAD_WEIGHT], slots[GRAD_BIAS] = x, grad_weight, grad_bias
-        run_program(self._program(lies_in_lines(grad)), self._device, slots, grad)
+        run_program(self._program(form), self._device, slots, grad)
+        if grad_input is not None and copies_to_channels_last(forward):
+            grad_input = dense(grad_input, "nhwc")
         return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)
 
 

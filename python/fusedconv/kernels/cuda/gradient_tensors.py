@@ -1,0 +1,92 @@
+"""How the tensors of a convolution's backward pass lie, and what is done to them before kernels
+read them: turned to channels first, split into planes of a stride's phases, padded to whole lines.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from fusedconv.kernels.cuda.phase_planes import is_strided, of_planes
+from fusedconv.kernels.cuda.turning import turns_whole_vectors
+from fusedconv.layout import Layout, line_pitch
+from fusedconv.problem import BackwardProblem, Bias, ForwardProblem
+
+#: How the gradient of the convolution's output lies: in padded lines, or dense.
+GradForm = Literal["lines", "nchw", "nhwc"]
+
+
+def sample_bytes(forward: ForwardProblem) -> int:
+    """Of the input."""
+    return forward.channels * math.prod(forward.spatial) * forward.dtype.itemsize
+
+
+def grad_layout(problem: BackwardProblem) -> Layout:
+    """Of the gradient of the convolution's output, as it comes."""
+    behind = any(not isinstance(stage, Bias) for stage in problem.forward.epilogue)
+    return problem.forward.output_layout if behind else problem.grad_layout
+
+
+def grad_form(problem: BackwardProblem) -> GradForm:
+    """In which form the program takes the gradient of the convolution's output, unless that comes
+    in padded lines; what is neither is copied to NCHW first."""
+    forward = problem.forward
+    turns = turns_whole_vectors(forward.output_channels, forward.dtype)
+    return "nhwc" if turns and grad_layout(problem) == "nhwc" else "nchw"
+
+
+def reads_channels_last(forward: ForwardProblem) -> bool:
+    """Whether the program turns the input, which is channels last."""
+    return forward.layout == "nhwc" and turns_whole_vectors(forward.channels, forward.dtype)
+
+
+def writes_channels_last(forward: ForwardProblem) -> bool:
+    """Whether the program turns the input's gradient to channels last."""
+    return forward.output_layout == "nhwc" and turns_whole_vectors(forward.channels, forward.dtype)
+
+
+def copies_to_channels_last(forward: ForwardProblem) -> bool:
+    """Whether torch does, as the program cannot."""
+    return forward.output_layout == "nhwc" and not writes_channels_last(forward)
+
+
+def turned_elements(problem: BackwardProblem) -> list[int]:
+    """Of each tensor that is channels last, in the program or by a copy in front or behind."""
+    forward, gradients = problem.forward, problem.gradients
+    turned = [forward.output_elements] if grad_layout(problem) == "nhwc" else []
+    if forward.layout == "nhwc" and "weight" in gradients:
+        turned.append(forward.input_elements)
+    if forward.output_layout == "nhwc" and "input" in gradients:
+        turned.append(forward.input_elements)
+    return turned
+
+
+def begin_apart(problem: BackwardProblem, columns: int) -> bool:
+    """Whether lines of a dense tensor do not all begin at multiples of 16 bytes."""
+    return not problem.aligned or line_pitch(columns, problem.forward.dtype) != columns
+
+
+def splits_grad(problem: BackwardProblem) -> bool:
+    """Whether the output's gradient is split into planes first."""
+    return is_strided(problem.forward) and bool(problem.gradients & {"input", "weight"})
+
+
+def pads_grad(problem: BackwardProblem) -> bool:
+    """Whether the lines of the output's gradient are padded first, where it is dense and whole."""
+    return (
+        bool(problem.gradients & {"input", "weight"})
+        and not is_strided(problem.forward)
+        and begin_apart(problem, problem.forward.output_spatial[-1])
+    )
+
+
+def pads_input(problem: BackwardProblem) -> bool:
+    """Whether the lines of the input are padded first."""
+    return "weight" in problem.gradients and begin_apart(problem, read_spatial(problem.forward)[-1])
+
+
+def read_spatial(forward: ForwardProblem) -> tuple[int, ...]:
+    """The input's extents as the weight's gradient reads it."""
+    planes = of_planes(forward)
+    assert isinstance(planes, ForwardProblem)
+    return planes.spatial

@@ -1,0 +1,73 @@
+"""Steps that turn tensors between channels first and channels last."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from fusedconv import _C
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.program import ForwardProgram
+from fusedconv.layout import LINE_BYTES
+from fusedconv.precision import COMPILED_DTYPES
+from fusedconv.problem import ActNormAct
+
+_NOTHING = ActNormAct(False, "identity", None, "identity")
+
+
+def turns_whole_vectors(channels: int, dtype: torch.dtype) -> bool:
+    """Whether a pixel's channels are whole 16 bytes, which both directions ask of channels last
+    tensors; their addresses are multiples of that too."""
+    return channels * dtype.itemsize % LINE_BYTES == 0
+
+
+def turned_to_channels_first(
+    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
+) -> Any:
+    """Appends what turns a channels last tensor [batch, channels, *spatial] of the program's dtype,
+    ``name`` for a person, to dense NCHW; where that lies."""
+    problem = program.problem
+    shaped = dataclasses.replace(
+        problem, conv=None, epilogue=(), channels=channels, spatial=spatial
+    )
+    turned = program.scratch(channels * math.prod(spatial) * problem.dtype.itemsize)
+    program.compiled.per_chunk(
+        _C.group_norm.Normalize(
+            problem=group_norm_problem(
+                shaped,
+                _NOTHING,
+                input_layout="nhwc",
+                output_layout="nchw",
+                output_dtype=problem.dtype,
+            ),
+            input=tensor,
+            statistics=program.absent,
+            weight=program.absent,
+            bias=program.absent,
+            output=turned,
+            name=f"turn {name}",
+        )
+    )
+    return turned
+
+
+def turn_to_channels_last(
+    program: ForwardProgram, tensor: Any, output: Any, channels: int, spatial: tuple[int, ...]
+) -> None:
+    """Appends what turns a dense NCHW tensor [batch, channels, *spatial] of the program's dtype to
+    channels last, in ``output``."""
+    program.compiled.per_chunk(
+        _C.layout.ToChannelsLast(
+            channels=channels,
+            padded_channels=channels,
+            pixels=math.prod(spatial),
+            source=_C.Layout.nchw,
+            dtype=COMPILED_DTYPES[program.problem.dtype],
+            round_tf32=False,
+            input=tensor,
+            output=output,
+        )
+    )

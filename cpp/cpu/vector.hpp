@@ -77,13 +77,15 @@ FUSEDCONV_INLINE Floats widen(BFloat16, Halves bits) {
 
 FUSEDCONV_INLINE Halves narrow(BFloat16, Floats x) {
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
-  return std::bit_cast<Halves>(_mm512_cvtneps_pbh(x));
-#else
+  constexpr int kDenormal = 0x20;  // which the instruction takes for zeros
+  bool const usual = _mm512_fpclass_ps_mask(x, kDenormal) == 0;
+  if (usual) [[likely]]
+    return std::bit_cast<Halves>(_mm512_cvtneps_pbh(x));
+#endif
   Words const bits = std::bit_cast<Words>(x);
   Words const rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   Words const nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
   return low_halves(x != x ? nan : rounded);
-#endif
 }
 
 FUSEDCONV_INLINE Floats widen(Float16, Halves bits) {

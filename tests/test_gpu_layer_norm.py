@@ -153,6 +153,17 @@ def test_values_that_are_no_numbers_stay_at_their_pixels(layout):
     assert actual[0, :, 2, 2].abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("channels", [64, 112, 1000, 4096, 5001])
+def test_equal_channels_have_no_deviation(channels, layout):
+    """Of 8 bits their sum is exact, and so is their mean, whatever a reciprocal rounds."""
+    values = torch.linspace(1, 1e4, 256, device="cuda").bfloat16()
+    x = LAYOUTS[layout](values.reshape(1, 1, 16, 16).repeat(2, channels, 1, 1))
+    bias = torch.randn(channels, device="cuda").bfloat16()
+    actual = alone(x, torch.ones_like(bias), bias)
+    assert torch.equal(actual, bias[:, None, None].expand_as(x))
+
+
 @pytest.mark.parametrize("kernel", ["taps_sm80", "taps_sm90", "cutlass_sm90"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("saves", [False, True])

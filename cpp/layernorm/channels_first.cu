@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kKnown>)
     }
   };
 
-  float const share = 1.0f / float(affine.channels);
+  float const count = float(affine.channels), share = 1.0f / count;
   float mean[kVector] = {};
   auto const add = [&](float const* some) {
 #pragma unroll
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kKnown>)
   constexpr int kSums = kLow ? 2 : 1;  // of a pixel: squares, deviations
   sum_over_block(mean, lane_bits, sums + (blockDim.x / 32 << lane_bits) * (kSums * kVector));
 #pragma unroll
-  for (float& value : mean) value *= share;
+  for (float& value : mean) value = quotient(value, count, share);
 
   float deviations[kSums * kVector] = {};
   auto const add_deviations = [&](float const* some) {

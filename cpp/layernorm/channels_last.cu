@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kRowThreads, kKnown == groupnorm::kAnyActivati
     }
   };
 
-  float const share = 1.0f / float(affine.channels);
+  float const count = float(affine.channels), share = 1.0f / count;
   float mean[kRows] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRowThreads, kKnown == groupnorm::kAnyActivati
   }
   sum_over_lanes(mean, lane_bits);
 #pragma unroll
-  for (float& value : mean) value *= share;
+  for (float& value : mean) value = quotient(value, count, share);
 
   float deviations[(kLow ? 2 : 1) * kRows] = {};  // squares, deviations
 #pragma unroll

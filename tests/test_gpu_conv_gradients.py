@@ -242,8 +242,8 @@ def test_behind_a_normalisation(kernel, spatial, layout, gradients_of):
     _, explanation = explained(lambda: ours(*leaves), gradients=True)
     parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
     assert parts["input"] == kernel.name
-    turned = "turn the output's gradient (nhwc -> nchw)" in explanation.steps
-    assert turned == (layout == "nhwc")
+    transposed = "transpose the output's gradient (nhwc -> nchw)" in explanation.steps
+    assert transposed == (layout == "nhwc")
     if layout == "nchw":
         assert not any(step.startswith("pad the output's") for step in explanation.steps)
     output = composed(*tensors)

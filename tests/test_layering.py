@@ -85,7 +85,7 @@ USE_COMPILED = {
     "kernels.cuda.sm90_runs",
     "kernels.cuda.taps",
     "kernels.cuda.taps_sm90",
-    "kernels.cuda.turning",
+    "kernels.cuda.transposing",
 }
 
 

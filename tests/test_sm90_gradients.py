@@ -316,8 +316,8 @@ def test_what_is_not_served_says_why(changes, text):
 
 # ---- channels last -------------------------------------------------------------------------------
 
-TURNED_GRAD = "turn the output's gradient (nhwc -> nchw)"
-TURNED_INPUT = "turn the input (nhwc -> nchw)"
+TRANSPOSED_GRAD = "transpose the output's gradient (nhwc -> nchw)"
+TRANSPOSED_INPUT = "transpose the input (nhwc -> nchw)"
 
 
 def channels_last(precision: str, **changes) -> ForwardProblem:
@@ -332,9 +332,9 @@ def test_channels_last_is_turned_and_turned_back(precision):
     steps = kernel.compile(asked, H200).steps
     pitch = 260 if precision == "tf32" else 264
     padded = f"pad the output's gradient, lines of 258 to {pitch}"
-    assert steps.index(TURNED_GRAD) + 1 == steps.index(padded)
+    assert steps.index(TRANSPOSED_GRAD) + 1 == steps.index(padded)
     back = "input nchw -> nhwc, copied, channels 64 -> 64"
-    assert steps.index(back) + 1 == steps.index(TURNED_INPUT)
+    assert steps.index(back) + 1 == steps.index(TRANSPOSED_INPUT)
     assert steps[-1] == "add the weight gradient's parts"
     planes = backward_problem(system_1(precision, batch=2), "input", "weight")
     copied = 3 * 2 * asked.forward.input_elements * asked.forward.dtype.itemsize
@@ -346,14 +346,14 @@ def test_what_is_not_asked_for_is_not_turned():
     asked = channels_last("bf16", epilogue=())
     alone = backward_problem(asked, "input", grad_layout="nhwc")
     steps = kernel.compile(alone, H200).steps
-    assert TURNED_GRAD in steps
-    assert TURNED_INPUT not in steps
+    assert TRANSPOSED_GRAD in steps
+    assert TRANSPOSED_INPUT not in steps
     steps = kernel.compile(backward_problem(asked, "weight", grad_layout="nhwc"), H200).steps
-    assert TURNED_INPUT in steps
+    assert TRANSPOSED_INPUT in steps
     assert not any("nchw -> nhwc" in step for step in steps)
     # A gradient that lies in NCHW is read as it lies.
     steps = kernel.compile(backward_problem(asked, "weight", grad_layout="nchw"), H200).steps
-    assert TURNED_GRAD not in steps
+    assert TRANSPOSED_GRAD not in steps
 
 
 def test_channels_that_are_no_whole_16_bytes_are_copied_by_torch():
@@ -377,7 +377,7 @@ def test_strides_take_channels_last_too():
         grad_layout="nhwc",
     )
     steps = kernel_named("sm90_gradients_tf32").compile(asked, H200).steps
-    assert steps.index(TURNED_GRAD) + 1 == next(
+    assert steps.index(TRANSPOSED_GRAD) + 1 == next(
         index for index, step in enumerate(steps) if step.startswith("split the output's gradient")
     )
 

@@ -1,5 +1,6 @@
 """How the tensors of a convolution's backward pass lie, and what is done to them before kernels
-read them: turned to channels first, split into planes of a stride's phases, padded to whole lines.
+read them: they are transposed to channels first, split into planes of a stride's phases, and padded
+to whole lines.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import math
 from typing import Literal
 
 from fusedconv.kernels.cuda.phase_planes import is_strided, of_planes
-from fusedconv.kernels.cuda.turning import turns_whole_vectors
+from fusedconv.kernels.cuda.transposing import has_whole_vectors
 from fusedconv.layout import Layout, line_pitch
 from fusedconv.problem import BackwardProblem, Bias, ForwardProblem
 
@@ -31,18 +32,18 @@ def grad_form(problem: BackwardProblem) -> GradForm:
     """In which form the program takes the gradient of the convolution's output, unless that comes
     in padded lines; what is neither is copied to NCHW first."""
     forward = problem.forward
-    turns = turns_whole_vectors(forward.output_channels, forward.dtype)
-    return "nhwc" if turns and grad_layout(problem) == "nhwc" else "nchw"
+    transposes = has_whole_vectors(forward.output_channels, forward.dtype)
+    return "nhwc" if transposes and grad_layout(problem) == "nhwc" else "nchw"
 
 
 def reads_channels_last(forward: ForwardProblem) -> bool:
-    """Whether the program turns the input, which is channels last."""
-    return forward.layout == "nhwc" and turns_whole_vectors(forward.channels, forward.dtype)
+    """Whether the program transposes the input, which is channels last."""
+    return forward.layout == "nhwc" and has_whole_vectors(forward.channels, forward.dtype)
 
 
 def writes_channels_last(forward: ForwardProblem) -> bool:
-    """Whether the program turns the input's gradient to channels last."""
-    return forward.output_layout == "nhwc" and turns_whole_vectors(forward.channels, forward.dtype)
+    """Whether the program transposes the input's gradient to channels last."""
+    return forward.output_layout == "nhwc" and has_whole_vectors(forward.channels, forward.dtype)
 
 
 def copies_to_channels_last(forward: ForwardProblem) -> bool:
@@ -50,15 +51,15 @@ def copies_to_channels_last(forward: ForwardProblem) -> bool:
     return forward.output_layout == "nhwc" and not writes_channels_last(forward)
 
 
-def turned_elements(problem: BackwardProblem) -> list[int]:
+def transposed_elements(problem: BackwardProblem) -> list[int]:
     """Of each tensor that is channels last, in the program or by a copy in front or behind."""
     forward, gradients = problem.forward, problem.gradients
-    turned = [forward.output_elements] if grad_layout(problem) == "nhwc" else []
+    transposed = [forward.output_elements] if grad_layout(problem) == "nhwc" else []
     if forward.layout == "nhwc" and "weight" in gradients:
-        turned.append(forward.input_elements)
+        transposed.append(forward.input_elements)
     if forward.output_layout == "nhwc" and "input" in gradients:
-        turned.append(forward.input_elements)
-    return turned
+        transposed.append(forward.input_elements)
+    return transposed
 
 
 def begin_apart(problem: BackwardProblem, columns: int) -> bool:

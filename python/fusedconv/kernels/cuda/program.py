@@ -299,12 +299,12 @@ class ForwardProgram:
     def channels_last_input(
         self, *, padded_channels: int = 0, round_tf32: bool = False
     ) -> _C.Operand:
-        """Appends what turns the problem's input to channels last, each pixel's channels padded
-        with zeros to ``padded_channels``, and rounds it to TF32 if asked; where it lies."""
+        """Appends what transposes the problem's input to channels last, each pixel's channels
+        padded with zeros to ``padded_channels``, and rounds it to TF32 if asked; where it lies."""
         problem = self.problem
         padded = padded_channels or problem.channels
         pixels = math.prod(problem.spatial)
-        turned = self.scratch(pixels * padded * problem.dtype.itemsize)
+        transposed = self.scratch(pixels * padded * problem.dtype.itemsize)
         self.compiled.per_chunk(
             _C.layout.ToChannelsLast(
                 channels=problem.channels,
@@ -314,10 +314,10 @@ class ForwardProgram:
                 dtype=COMPILED_DTYPES[problem.dtype],
                 round_tf32=round_tf32,
                 input=self.input,
-                output=turned,
+                output=transposed,
             )
         )
-        return turned
+        return transposed
 
     def statistics(self) -> _C.Operand:
         """Scratch between a step that fills statistics and one that normalises; absent without."""
@@ -365,9 +365,9 @@ class ForwardProgram:
     def save_conv_output(self, conv_output: _C.Operand, *, row_channels: int) -> None:
         """Appends the pass that saves a channels-last convolution output in the caller's layout."""
         name = "save the convolution's output"
-        self.turn(conv_output, self.conv_output, row_channels=row_channels, name=name)
+        self.transpose(conv_output, self.conv_output, row_channels=row_channels, name=name)
 
-    def turn(
+    def transpose(
         self, input: _C.Operand, output: _C.Operand, *, row_channels: int, name: str = ""
     ) -> None:
         """Appends the pass that copies a channels-last convolution output to the caller's layout;

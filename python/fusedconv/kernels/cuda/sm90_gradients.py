@@ -6,7 +6,7 @@ over positions, in a fixed number of parts that are added in a fixed order: the 
 device. Both read tensors whose lines begin at multiples of 16 bytes; others are padded first, and
 the bias's gradient is summed on the way. All of them share one padded output gradient. Where there
 is a stride, it is split into planes of the stride's phases, as ``phase_planes`` has it, and all
-else is as with stride 1. Tensors of channels last are turned to channels first before and after.
+else is as with stride 1. Channels last is transposed to channels first, and back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusedconv.kernels.cuda.gradient_tensors import (
     reads_channels_last,
     sample_bytes,
     splits_grad,
-    turned_elements,
+    transposed_elements,
     writes_channels_last,
 )
 from fusedconv.kernels.cuda.phase_planes import (
@@ -64,10 +64,10 @@ from fusedconv.kernels.cuda.program import (
 from fusedconv.kernels.cuda.sm90 import only_phase
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
-from fusedconv.kernels.cuda.turning import (
-    turn_to_channels_last,
-    turned_to_channels_first,
-    turns_whole_vectors,
+from fusedconv.kernels.cuda.transposing import (
+    has_whole_vectors,
+    transpose_to_channels_last,
+    transposed_to_channels_first,
 )
 from fusedconv.layout import LINE_BYTES, dense, empty, layout_of, lies_in_lines, line_pitch
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
@@ -101,15 +101,15 @@ class CostConstants:
     passes: float
     #: An element of the weight and of its gradient, which are not read and written in order.
     scattered: float
-    #: Turning a tensor between the layouts, times what copying it takes.
-    turning: float
+    #: Transposing a tensor between the layouts, times what copying it takes.
+    transposing: float
 
 
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
 #: layers, most of them of real models.
 COSTS = CostConstants(
     tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5, scattered=4.0,
-    turning=1.4,
+    transposing=1.4,
 )  # fmt: skip
 #: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
 #: than the forward pass's: from the same layers.
@@ -217,8 +217,8 @@ class GradientsSm90(BackwardKernel):
         splits = splits_grad(problem)
         # The gradient of a normalisation comes with padded lines.
         pads = pads_grad(problem) and (forward.norm is None or forward.output_layout == "nhwc")
-        for elements in turned_elements(problem):
-            total += device.copy_milliseconds(costs.turning * 2 * elements * size)
+        for elements in transposed_elements(problem):
+            total += device.copy_milliseconds(costs.transposing * 2 * elements * size)
             total += device.launch_milliseconds
         if splits:
             total += split_milliseconds(forward, device) + device.launch_milliseconds
@@ -257,7 +257,7 @@ class GradientsSm90(BackwardKernel):
 
     def build(self, problem: BackwardProblem, device: Device, grad_form: GradForm) -> _C.Program:
         """The program over tensors in the order of the slots. The output's gradient lies in padded
-        lines, or is dense and turned and padded where that is needed."""
+        lines, or is dense and transposed and padded where that is needed."""
         forward, gradients = problem.forward, problem.gradients
         convolution = input_convolution(forward)
         assert isinstance(convolution, ForwardProblem)
@@ -269,7 +269,7 @@ class GradientsSm90(BackwardKernel):
         columns = forward.output_spatial[-1]
         pitch = line_pitch(columns, forward.dtype) if in_lines else columns
         if grad_form == "nhwc":
-            grad = program.input = turned_to_channels_first(
+            grad = program.input = transposed_to_channels_first(
                 program, grad, forward.output_channels, forward.output_spatial, _GRAD_NAME
             )
         pads, sums = pads_grad(problem) and not in_lines, "bias" in gradients
@@ -295,11 +295,11 @@ class GradientsSm90(BackwardKernel):
             filter = None
             if forward.conv is not None and is_strided(forward):
                 filter = pack_phases(program, row.room, config, forward.conv)
-            turns = writes_channels_last(forward)
-            output = program.scratch(sample_bytes(forward)) if turns else program.output
+            transposes = writes_channels_last(forward)
+            output = program.scratch(sample_bytes(forward)) if transposes else program.output
             row.convolve(program, config, output, filter)
-            if turns:
-                turn_to_channels_last(
+            if transposes:
+                transpose_to_channels_last(
                     program, output, program.output, forward.channels, forward.spatial
                 )
         if "weight" in gradients:
@@ -315,7 +315,7 @@ class GradientsSm90(BackwardKernel):
         spatial = read_spatial(forward)
         given = compiled.tensor(CONV_INPUT, sample_bytes(forward))
         if reads_channels_last(forward):
-            given = turned_to_channels_first(
+            given = transposed_to_channels_first(
                 program, given, forward.channels, forward.spatial, "the input"
             )
         if pads_input(problem):
@@ -369,7 +369,7 @@ def _pad(
 
 class GradientsSm90Plan(BackwardPlan):
     """A program for each form in which an output gradient comes; what comes in none of them, or is
-    channels last of channels that the program does not turn, torch copies to NCHW first."""
+    channels last of channels that the program does not transpose, torch copies to NCHW first."""
 
     def __init__(self, kernel: GradientsSm90, problem: BackwardProblem, device: Device) -> None:
         conv = problem.forward.conv
@@ -380,7 +380,7 @@ class GradientsSm90Plan(BackwardPlan):
         self._device = device
         self._programs: dict[GradForm, _C.Program] = {}
         self.pads_lines = pads_grad(problem)
-        self._turns = turns_whole_vectors(conv.out_channels, problem.forward.dtype)
+        self._transposes = has_whole_vectors(conv.out_channels, problem.forward.dtype)
         self._describe(grad_form(problem))
         # Where the filter is read from, in elements: with stride 1 backwards.
         self._first_read = 0
@@ -415,7 +415,7 @@ class GradientsSm90Plan(BackwardPlan):
         """The form in which a gradient lies; None where it is to be copied."""
         if lies_in_lines(grad):
             return "lines"
-        if grad.data_ptr() % LINE_BYTES == 0 and self._turns:
+        if grad.data_ptr() % LINE_BYTES == 0 and self._transposes:
             return "nhwc" if layout_of(grad.shape, grad.stride()) == "nhwc" else None
         return None
 
@@ -431,8 +431,10 @@ class GradientsSm90Plan(BackwardPlan):
         grad_input = grad_weight = grad_bias = x = filter = None
         if "input" in wanted:
             filter = weight.as_strided((), (), weight.storage_offset() + self._first_read)
-            turns = writes_channels_last(forward)
-            grad_input = empty(grad, forward.input_shape, "nhwc" if turns else "nchw", grad.dtype)
+            transposes = writes_channels_last(forward)
+            grad_input = empty(
+                grad, forward.input_shape, "nhwc" if transposes else "nchw", grad.dtype
+            )
         if "weight" in wanted:
             x = dense(tensors.input, "nhwc" if reads_channels_last(forward) else "nchw")
             if x.data_ptr() % LINE_BYTES:  # read by tensor maps or in whole vectors

@@ -1,4 +1,4 @@
-"""Steps that turn tensors between channels first and channels last."""
+"""Steps that transpose tensors between channels first and channels last."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fusedconv.problem import ActNormAct
 _NOTHING = ActNormAct(False, "identity", None, "identity")
 
 
-def turns_whole_vectors(channels: int, dtype: torch.dtype) -> bool:
+def has_whole_vectors(channels: int, dtype: torch.dtype) -> bool:
     """Whether a pixel's channels are whole 16 bytes, which both directions ask of channels last
     tensors; their addresses are multiples of that too."""
     return channels * dtype.itemsize % LINE_BYTES == 0
 
 
-def turned_to_channels_first(
+def transposed_to_channels_first(
     program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
 ) -> Any:
-    """Appends what turns a channels last tensor [batch, channels, *spatial] of the program's dtype,
-    ``name`` for a person, to dense NCHW; where that lies."""
+    """Appends what transposes a channels last tensor [batch, channels, *spatial] of the program's
+    dtype, ``name`` for a person, to dense NCHW; where that lies."""
     problem = program.problem
     shaped = dataclasses.replace(
         problem, conv=None, epilogue=(), channels=channels, spatial=spatial
     )
-    turned = program.scratch(channels * math.prod(spatial) * problem.dtype.itemsize)
+    transposed = program.scratch(channels * math.prod(spatial) * problem.dtype.itemsize)
     program.compiled.per_chunk(
         _C.group_norm.Normalize(
             problem=group_norm_problem(
@@ -47,18 +47,18 @@ def turned_to_channels_first(
             statistics=program.absent,
             weight=program.absent,
             bias=program.absent,
-            output=turned,
-            name=f"turn {name}",
+            output=transposed,
+            name=f"transpose {name}",
         )
     )
-    return turned
+    return transposed
 
 
-def turn_to_channels_last(
+def transpose_to_channels_last(
     program: ForwardProgram, tensor: Any, output: Any, channels: int, spatial: tuple[int, ...]
 ) -> None:
-    """Appends what turns a dense NCHW tensor [batch, channels, *spatial] of the program's dtype to
-    channels last, in ``output``."""
+    """Appends what transposes a dense NCHW tensor [batch, channels, *spatial] of the program's
+    dtype to channels last, in ``output``."""
     program.compiled.per_chunk(
         _C.layout.ToChannelsLast(
             channels=channels,

@@ -125,6 +125,8 @@ def test_shared_memory_holds_the_ring(kernel):
         ({"groups": 2}, "it has 2 groups"),
         ({"stride": (5, 5)}, "25 sub-pixel phases"),
         ({"kernel": (21, 21)}, "it has 441 taps"),
+        ({"kernel": (1000, 1000)}, "it has 1000000 taps"),
+        ({"channels": 8, "out": 1 << 21, "kernel": (16, 8)}, "its packed filter has 2147483648"),
     ],
 )
 def test_what_is_refused(changes, reason):

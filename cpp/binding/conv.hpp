@@ -8,6 +8,12 @@
 
 namespace fusedconv::binding {
 
+// A property that is a field of a config's schedule.
+template <class Config, class Schedule, class T>
+auto scheduled(T Schedule::* field) {
+  return [field](Config const& config) { return config.schedule.*field; };
+}
+
 template <class Config>
 void bind_convolve(py::module_& m) {
   using Convolve = conv::Convolve<Config>;

@@ -17,6 +17,7 @@ template <class S>
 using StepClass = py::class_<S, Step, std::shared_ptr<S>>;
 
 void bind_two_pass(py::module_& room) {
+  room.attr("most_partials") = kMostPartials;
   room.def("statistics_bytes", &statistics_bytes, py::arg("groups"),
            "Bytes of a sample's statistics, between Moments and Normalize.");
   StepClass<Moments>(room, "Moments", "Activation, and the statistics of each group.")

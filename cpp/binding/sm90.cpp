@@ -14,12 +14,6 @@ namespace {
 
 using namespace conv::sm90;
 
-// A property that is a field of the schedule.
-template <class T>
-auto scheduled(T Schedule::* field) {
-  return [field](Config const& config) { return config.schedule.*field; };
-}
-
 void bind_config(py::module_& m) {
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, Device const&>(),
@@ -28,24 +22,27 @@ void bind_config(py::module_& m) {
       .def_property_readonly(
           "row", [](Config const& config) -> Row const& { return *config.row; },
           py::return_value_policy::reference)
-      .def_property_readonly("support", scheduled(&Schedule::support))
-      .def_property_readonly("strips", scheduled(&Schedule::strips))
+      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+      .def_property_readonly("strips", scheduled<Config>(&Schedule::strips))
       .def_property_readonly("tiles", &Config::tiles, "Of a sample.")
-      .def_property_readonly("positions", scheduled(&Schedule::positions), "Of a strip's raster.")
-      .def_property_readonly("strip_width", scheduled(&Schedule::strip_width))
-      .def_property_readonly("pitch_w", scheduled(&Schedule::pitch_w))
-      .def_property_readonly("pitch_h", scheduled(&Schedule::pitch_h))
-      .def_property_readonly("linear", scheduled(&Schedule::linear))
-      .def_property_readonly("k_iterations", scheduled(&Schedule::k_iterations), "Of a tile.")
-      .def_property_readonly("staged_positions", scheduled(&Schedule::staged_positions))
-      .def_property_readonly("input_rows", scheduled(&Schedule::input_rows), "Of a TMA stage.")
+      .def_property_readonly("positions", scheduled<Config>(&Schedule::positions),
+                             "Of a strip's raster.")
+      .def_property_readonly("strip_width", scheduled<Config>(&Schedule::strip_width))
+      .def_property_readonly("pitch_w", scheduled<Config>(&Schedule::pitch_w))
+      .def_property_readonly("pitch_h", scheduled<Config>(&Schedule::pitch_h))
+      .def_property_readonly("linear", scheduled<Config>(&Schedule::linear))
+      .def_property_readonly("k_iterations", scheduled<Config>(&Schedule::k_iterations),
+                             "Of a tile.")
+      .def_property_readonly("staged_positions", scheduled<Config>(&Schedule::staged_positions))
+      .def_property_readonly("input_rows", scheduled<Config>(&Schedule::input_rows),
+                             "Of a TMA stage.")
       .def_property_readonly("taps_per_stage", &Config::taps_per_stage,
                              "Steps of the tensor core: filter taps times k-blocks.")
-      .def_property_readonly("k_blocks_per_stage", scheduled(&Schedule::k_blocks_per_stage))
-      .def_property_readonly("tma", scheduled(&Schedule::tma))
-      .def_property_readonly("stages", scheduled(&Schedule::stages))
-      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
-      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("k_blocks_per_stage", scheduled<Config>(&Schedule::k_blocks_per_stage))
+      .def_property_readonly("tma", scheduled<Config>(&Schedule::tma))
+      .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
+      .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("output_bytes_per_sample", &Config::output_bytes_per_sample)
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
 }

@@ -1,5 +1,4 @@
-// The convolutions whose operands tensor copies bring. Their problems are bound with the tap lists
-// of every architecture.
+// The convolutions whose operands tensor copies bring.
 #include <pybind11/stl.h>
 
 #include "binding/binding.hpp"
@@ -24,15 +23,12 @@ void bind_sm90_boxes(py::module_& room) {
           "planes", [](Row const& row) { return row.shape.planes; },
           "Whether it reads channels first.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  auto const scheduled = [](auto Schedule::* field) {
-    return [field](Config const& config) { return config.schedule.*field; };
-  };
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
            py::arg("problem"), py::arg("device"))
-      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
       .def_property_readonly("reads", &Config::reads)
-      .def_property_readonly("phases", scheduled(&Schedule::phases),
+      .def_property_readonly("phases", scheduled<Config>(&Schedule::phases),
                              "Residues by axis, those of a set beside each other.")
       .def_property_readonly(
           "sets",
@@ -44,18 +40,18 @@ void bind_sm90_boxes(py::module_& room) {
             return result;
           },
           "Of phases in a block: first phase, phases, first tap, taps.")
-      .def_property_readonly("shifts", scheduled(&Schedule::taps),
+      .def_property_readonly("shifts", scheduled<Config>(&Schedule::taps),
                              "Of each tap: the input position less the output's, by axis.")
-      .def_property_readonly("masks", scheduled(&Schedule::masks),
+      .def_property_readonly("masks", scheduled<Config>(&Schedule::masks),
                              "Of each tap: bits of the set's phases that have it.")
-      .def_property_readonly("segment", scheduled(&Schedule::segment),
+      .def_property_readonly("segment", scheduled<Config>(&Schedule::segment),
                              "Columns of a phase in a block.")
-      .def_property_readonly("channel_blocks", scheduled(&Schedule::channel_blocks))
-      .def_property_readonly("blocks", scheduled(&Schedule::blocks), "Of columns.")
-      .def_property_readonly("chunks", scheduled(&Schedule::chunks), "Of channels.")
-      .def_property_readonly("stages", scheduled(&Schedule::stages))
-      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
-      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("channel_blocks", scheduled<Config>(&Schedule::channel_blocks))
+      .def_property_readonly("blocks", scheduled<Config>(&Schedule::blocks), "Of columns.")
+      .def_property_readonly("chunks", scheduled<Config>(&Schedule::chunks), "Of channels.")
+      .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
+      .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"),
            "Pairs of boxes, which a block multiplies at a time.")
       .def(

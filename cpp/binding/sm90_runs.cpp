@@ -34,9 +34,6 @@ void bind_sm90_runs(py::module_& room) {
       .def_readonly("columns", &Tiling::columns, "Of a stage's box.")
       .def_readonly("lines", &Tiling::lines, "Of a stage's box.")
       .def_readonly("bytes", &Tiling::bytes, "Of a stage's box.");
-  auto const scheduled = [](auto Schedule::* field) {
-    return [field](Config const& config) { return config.schedule.*field; };
-  };
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init([](Row const& row, conv::ConvProblem const& problem,
                        std::array<int, 3> const& phases, Layout layout, bool aligned,
@@ -50,24 +47,26 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly(
           "row", [](Config const& config) -> Row const& { return *config.row; },
           py::return_value_policy::reference)
-      .def_property_readonly("support", scheduled(&Schedule::support))
-      .def_property_readonly("tilings", scheduled(&Schedule::tilings),
+      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+      .def_property_readonly("tilings", scheduled<Config>(&Schedule::tilings),
                              "Of strips of full width, and of the last.")
-      .def_property_readonly("tiles", scheduled(&Schedule::tiles),
+      .def_property_readonly("tiles", scheduled<Config>(&Schedule::tiles),
                              "Of a sample, for each block of output channels.")
-      .def_property_readonly("blocks_n", scheduled(&Schedule::blocks_n), "Of output channels.")
-      .def_property_readonly("k_iterations", scheduled(&Schedule::k_iterations), "Of a tile.")
+      .def_property_readonly("blocks_n", scheduled<Config>(&Schedule::blocks_n),
+                             "Of output channels.")
+      .def_property_readonly("k_iterations", scheduled<Config>(&Schedule::k_iterations),
+                             "Of a tile.")
       .def_property_readonly(
           "consumers", [](Config const& config) { return consumers_of(config.row->math); },
           "Warpgroups of a block, each with tiles of its own.")
-      .def_property_readonly("streams_filter", scheduled(&Schedule::streams_filter))
-      .def_property_readonly("box_bytes", scheduled(&Schedule::box_bytes),
+      .def_property_readonly("streams_filter", scheduled<Config>(&Schedule::streams_filter))
+      .def_property_readonly("box_bytes", scheduled<Config>(&Schedule::box_bytes),
                              "Of a stage for one consumer.")
-      .def_property_readonly("filter_stage_bytes", scheduled(&Schedule::filter_stage_bytes),
+      .def_property_readonly("filter_stage_bytes", scheduled<Config>(&Schedule::filter_stage_bytes),
                              "Of a stage, where the filter passes through them.")
-      .def_property_readonly("stages", scheduled(&Schedule::stages))
-      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
-      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
+      .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(m);
   py::class_<PackPhases, Step, std::shared_ptr<PackPhases>>(

@@ -17,27 +17,25 @@ void bind_taps(py::module_& m) {
       .def_readonly("math", &Row::math)
       .def_readonly("groups", &Row::groups, "Row groups of a block.");
   room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  room.attr("Problem") = m.attr("TransposedProblem");
-  auto const scheduled = [](auto Schedule::* field) {
-    return [field](Config const& config) { return config.schedule.*field; };
-  };
   py::class_<Config>(room, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
            py::arg("problem"), py::arg("device"))
-      .def_property_readonly("support", scheduled(&Schedule::support))
+      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
       .def_property_readonly("reads", &Config::reads)
-      .def_property_readonly("blocks_m", scheduled(&Schedule::blocks_m),
+      .def_property_readonly("blocks_m", scheduled<Config>(&Schedule::blocks_m),
                              "Blocks of rows in a convolution group.")
-      .def_property_readonly("tile", scheduled(&Schedule::tile), "Positions by axis.")
-      .def_property_readonly("tiles", scheduled(&Schedule::tiles), "Of the positions, by axis.")
-      .def_property_readonly("split", scheduled(&Schedule::split), "Axes whose taps are stages.")
-      .def_property_readonly("box", scheduled(&Schedule::box), "Staged positions by axis.")
-      .def_property_readonly("width_phases", scheduled(&Schedule::width_phases))
-      .def_property_readonly("chunks", scheduled(&Schedule::chunks), "Of channels.")
-      .def_property_readonly("stages", scheduled(&Schedule::stages), "Of a chunk.")
-      .def_property_readonly("steps", scheduled(&Schedule::steps), "Of a stage.")
-      .def_property_readonly("shared_bytes", scheduled(&Schedule::shared_bytes))
-      .def_property_readonly("filter_bytes", scheduled(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("tile", scheduled<Config>(&Schedule::tile), "Positions by axis.")
+      .def_property_readonly("tiles", scheduled<Config>(&Schedule::tiles),
+                             "Of the positions, by axis.")
+      .def_property_readonly("split", scheduled<Config>(&Schedule::split),
+                             "Axes whose taps are stages.")
+      .def_property_readonly("box", scheduled<Config>(&Schedule::box), "Staged positions by axis.")
+      .def_property_readonly("width_phases", scheduled<Config>(&Schedule::width_phases))
+      .def_property_readonly("chunks", scheduled<Config>(&Schedule::chunks), "Of channels.")
+      .def_property_readonly("stages", scheduled<Config>(&Schedule::stages), "Of a chunk.")
+      .def_property_readonly("steps", scheduled<Config>(&Schedule::steps), "Of a stage.")
+      .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_shared_steps<Config>(room);

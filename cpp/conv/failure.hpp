@@ -1,5 +1,5 @@
-// What may go wrong with a launch by a tap list. Config is one of their kinds': it has a
-// row with a name, a problem and a schedule.
+// What may go wrong with the launch of a transposed convolution. Config has a row with a name, a
+// TransposedProblem and a schedule.
 #pragma once
 
 #include <cuda_runtime_api.h>

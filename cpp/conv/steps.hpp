@@ -1,7 +1,7 @@
 // Steps that several kinds of convolutions have. Config is one of theirs: it has a row with a name
-// and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter() and
-// merge_moments(); that of its problem, where it is not this one, weight_of() and
-// output_channels_of().
+// and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter() and,
+// where its kernels take moments, merge_moments(); that of its problem, where it is not this one,
+// weight_of() and output_channels_of().
 #pragma once
 
 #include <cstdint>

@@ -71,16 +71,22 @@ __device__ __forceinline__ void bulk_load(uint32_t target, void const* source, u
       : "memory");
 }
 
+// Makes one group of the thread's stores since the last.
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
                "r"(source), "r"(bytes)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  commit_stores();
 }
 
-// Until the thread's stores have read their shared memory.
+// Until all but the latest kPending groups of the thread's stores have read their shared memory.
+template <int kPending = 0>
 __device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ void bulk_prefetch(void const* source, uint32_t bytes) {

@@ -10,6 +10,7 @@ namespace fusedconv::groupnorm {
 namespace {
 
 constexpr int kMostThreads = 1024;
+static_assert(kMostPartials <= 0x7fffffff - 8 * int64_t(kMostThreads), "counted in 32 bits");
 // Loads of a thread in flight: each may take as long as all merges.
 template <int kThreads>
 constexpr int kAhead = kThreads == kMostThreads ? 4 : 8;
@@ -65,9 +66,8 @@ void merge_counted(char const* where, GroupNormProblem const& problem, int64_t s
                    CountedPartial const* partials, StatisticsTargets const& targets,
                    cudaStream_t stream) {
   int64_t const parts = slots * problem.channels_per_group();
-  constexpr int64_t kMost = 0x7fffffff - 8 * kMostThreads;
-  FUSEDCONV_CHECK(parts <= kMost, where, ": slots x channels of a group: got ", parts,
-                  ", expected at most ", kMost);
+  FUSEDCONV_CHECK(parts <= kMostPartials, where, ": slots x channels of a group: got ", parts,
+                  ", expected at most ", kMostPartials);
   MergeParams const p{.slots = slots,
                       .channels = problem.channels,
                       .count = int(parts),

@@ -232,6 +232,7 @@ void launch_planes(GroupNormProblem const& p, T const* input, U* output, Affine 
           device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
       normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
           input, output, affine, unsigned(p.pixels), unsigned(planes));
+      FUSEDCONV_CUDA("normalize_small_planes", cudaGetLastError());
       return;
     }
     dispatch_usual<T, U, vector.value, kActivate, kQuickGeluBefore, kQuickGeluAfter>(

@@ -3,6 +3,8 @@
 // thousandth of one.
 #pragma once
 
+#include <cstdint>
+
 namespace fusedconv::groupnorm {
 
 // Of a part of a group, of which the reader knows the count.
@@ -17,6 +19,9 @@ struct alignas(16) CountedPartial {
   float count;
   Partial moments;
 };
+
+// Of a group, that are merged: a thread counts beyond them by what it has under way.
+inline constexpr int64_t kMostPartials = 0x7fffffff - 8 * 1024;
 
 // Of a group.
 struct alignas(16) Statistics {

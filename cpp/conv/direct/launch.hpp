@@ -8,12 +8,12 @@
 #include "conv/direct/pixels.hpp"
 #include "conv/direct/planes.hpp"
 #include "conv/direct/rows.hpp"
+#include "conv/failure.hpp"
 #include "cuda/launch.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::direct {
 
-void check_launch(Arguments const& arguments, char const* where, cudaError_t status);
 // Blocks of a launch.
 unsigned checked_blocks(Arguments const& arguments);
 
@@ -23,19 +23,21 @@ void launch_planes(Arguments const& a, cudaStream_t stream) {
   Schedule const& s = a.config.schedule;
   FUSEDCONV_CHECK(!s.stores_runs || device::is_aligned(a.output, 16), a.config.row->name,
                   ": output: got an address that is no multiple of 16 bytes");
-  check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(s.shared_bytes));
+  conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<kernel>(s.shared_bytes));
   kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(Params::of(a),
                                                                   s.shared_bytes / s.teams);
-  check_launch(a, "launch", cudaGetLastError());
+  conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
 template <class T, int kVector>
 void launch_pixels(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve_pixels<T, kVector>;
   int const bytes = a.config.schedule.shared_bytes;
-  check_launch(a, "cudaFuncSetAttribute", device::allow_shared_bytes<kernel>(bytes));
+  conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<kernel>(bytes));
   kernel<<<checked_blocks(a), kThreads, bytes, stream>>>(Params::of(a));
-  check_launch(a, "launch", cudaGetLastError());
+  conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
 template <class T>

@@ -39,21 +39,6 @@ void merge_moments(Config const& config, GroupNormProblem const& problem,
 }
 
 // Declared in launch.hpp, where CUDA's headers are.
-void check_launch(Arguments const& a, char const* where, cudaError_t status) {
-  if (status == cudaSuccess) return;
-  Problem const& c = a.config.problem;
-  auto const by_axis = [&](int AxisProblem::* field) {
-    return detail::join(c.axes[0].*field, "x", c.axes[1].*field, "x", c.axes[2].*field);
-  };
-  throw KernelFailure(detail::join(
-      a.config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-      cudaGetErrorString(status), ") for N=", a.batch, " C=", c.channels, " K=", c.output_channels,
-      " groups=", c.groups, " input=", by_axis(&AxisProblem::input),
-      " output=", by_axis(&AxisProblem::output), " kernel=", by_axis(&AxisProblem::kernel),
-      " stride=", by_axis(&AxisProblem::stride), ", ", a.config.schedule.shared_bytes,
-      " bytes of shared memory"));
-}
-
 unsigned checked_blocks(Arguments const& a) {
   Schedule const& s = a.config.schedule;
   int64_t tiles = a.batch * s.sample_tiles() * s.channel_blocks;

@@ -1,18 +1,13 @@
 #include "conv/sm90/rows.hpp"
 
+#include "conv/collected.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90 {
 
 std::vector<Row> const& rows() {
-  static std::vector<Row> const all = [] {
-    std::vector<Row> result;
-    append_tf32(result);
-    append_tf32x3(result);
-    append_f16(result);
-    append_bf16(result);
-    return result;
-  }();
+  static std::vector<Row> const all =
+      collected<Row>({&append_tf32, &append_tf32x3, &append_f16, &append_bf16});
   return all;
 }
 

@@ -16,7 +16,9 @@ decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
                    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                     cudaEnableDefault, &found));
     if (found != cudaDriverEntryPointSuccess || function == nullptr) {
-      throw KernelFailure("sm90 convolve: the driver does not have cuTensorMapEncodeTiled");
+      throw KernelFailure(detail::join(
+          "tensor maps: the driver does not have cuTensorMapEncodeTiled (query result ", int(found),
+          ")"));
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();

@@ -1,4 +1,4 @@
-// Tensor maps of the input.
+// Tensor maps, of inputs and of what copies store.
 #pragma once
 
 #include <cuda.h>
@@ -24,7 +24,7 @@ struct MapAxes {
 CUresult try_encode_map(Math math, void const* tensor, MapAxes const& axes, CUtensorMap& map);
 
 // Throws KernelFailure, which names the row and the problem. Copies round to TF32 on the way where
-// that is the mode.
+// `math` does.
 CUtensorMap encode_map(Math math, void const* input, MapAxes const& axes, std::string const& row,
                        ConvProblem const& problem, int batch);
 

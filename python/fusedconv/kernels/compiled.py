@@ -90,3 +90,8 @@ def group_norm_problem(
         row_channels=row_channels,
         tf32=problem.conv is not None and problem.precision == "tf32",
     )
+
+
+def readable_aligned(problem: ForwardProblem) -> bool:
+    """Whether kernels see 16-byte alignment: a copy of a strided input is a fresh tensor."""
+    return problem.aligned or problem.layout == "strided"

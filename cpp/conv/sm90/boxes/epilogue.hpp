@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
   if constexpr (kPortionIndex < Traits::kColumns / Traits::kPortion) {
     unsigned char* const own = staged + kPortionIndex % 2 * Memory::kPortionBytes;
     // The copies of the portion that lay here have read it.
-    if (self.thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    if (self.thread == 0) device::wait_stores_read<1>();
     self.sync();
     if constexpr (kChannelsLast) {
       stage_pixels<Traits, kPortionIndex>(p, self, sums, own);
@@ -226,7 +226,7 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
       } else {
         store_planes<Traits>(p, maps, block, slab, kPortionIndex, own);
       }
-      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      device::commit_stores();
     }
     store_portions<Traits, kChannelsLast, kPortionIndex + 1>(p, maps, block, slab, self, sums,
                                                              staged);

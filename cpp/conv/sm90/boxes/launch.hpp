@@ -23,14 +23,15 @@ void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kColumns, kSegments, kPlanes>;
   Config const& config = a.config;
   int const shared_bytes = config.schedule.shared_bytes;
-  Params const p = Params::of(a);
+  Slabs const slabs = config.schedule.slabs(a.batch);
+  Params const p = Params::of(a, slabs);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
   auto const blocks = unsigned(std::min<int64_t>(items, config.multiprocessors));
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
-  conv::check_launch(
-      config, a.batch, "launch",
-      device::launch_early(&convolve<Own>, blocks, kThreads, shared_bytes, stream, p, maps_of(a)));
+  conv::check_launch(config, a.batch, "launch",
+                     device::launch_early(&convolve<Own>, blocks, kThreads, shared_bytes, stream, p,
+                                          maps_of(a, slabs)));
 }
 
 template <Math kMath, int kColumns, int kSegments = 1, bool kPlanes = false>

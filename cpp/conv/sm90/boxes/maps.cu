@@ -21,12 +21,11 @@ CUtensorMapSwizzle swizzle_of(int row_bytes) {
 
 }  // namespace
 
-Maps maps_of(Arguments const& a) {
+Maps maps_of(Arguments const& a, Slabs const& slabs) {
   Config const& config = a.config;
   Problem const& c = config.problem;
   Schedule const& s = config.schedule;
   auto const element = cuuint64_t(config.traits().element_bytes());
-  Slabs const slabs = s.slabs(a.batch);
   auto const encode = [&](Math math, void const* base, MapAxes const& axes) {
     CUtensorMap map;
     CUresult const status = try_encode_map(math, base, axes, map);
@@ -84,8 +83,9 @@ Maps maps_of(Arguments const& a) {
       int const dim = kMaxAxes - 1 - axis;  // width 0, height 1, depth 2
       cuuint64_t& stride = axes.strides[last ? dim : dim - 1];
       offset += phase[axis] * stride;
-      axes.extents[last ? dim + 1 : dim] = cuuint64_t(s.axes[axis].phase(phase[axis]).outputs);
-      stride *= c.axes[axis].stride;
+      auto const outputs = cuuint64_t(s.axes[axis].phase(phase[axis]).outputs);
+      axes.extents[last ? dim + 1 : dim] = outputs;
+      if (outputs > 1) stride *= c.axes[axis].stride;  // of one the stride has no say
     }
     if (last) {
       axes.box = {cuuint32_t(s.store_columns), box[0], box[1], box[2], box[3]};

@@ -6,7 +6,7 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// Throws KernelFailure, which names the row and the problem.
-Maps maps_of(Arguments const& arguments);
+// slabs: those of the arguments' batch. Throws KernelFailure, which names the row and the problem.
+Maps maps_of(Arguments const& arguments, Slabs const& slabs);
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -34,8 +34,8 @@ template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ PackParams const p, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
-  constexpr int kVector = 16 / int(sizeof(T));
-  constexpr int kPieces = kChunkBytes / 16;
+  constexpr int kVector = kPieceBytes / int(sizeof(T));
+  constexpr int kPieces = kChunkBytes / kPieceBytes;
   for (uint32_t i = blockIdx.x * kPackThreads + threadIdx.x; i < count;
        i += gridDim.x * kPackThreads) {
     uint32_t rest = i;
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kPackThreads)
         p.chunks;
     int64_t const row = first + int64_t(chunk) * rows + place.row + k % p.segment;
     // Swizzled by the row's number in its block, which begins at a whole eight.
-    pack.store(reinterpret_cast<T*>(filter + row * kChunkBytes + (piece ^ int(row % 8)) * 16));
+    pack.store(
+        reinterpret_cast<T*>(filter + row * kChunkBytes + (piece ^ int(row % 8)) * kPieceBytes));
   }
 }
 
@@ -118,16 +119,14 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   p.channel_blocks = s.channel_blocks;
   p.chunks = s.chunks;
   place_taps(config, p);
-  int64_t const count = int64_t(p.taps) * p.padded_channels * s.chunks * (kChunkBytes / 16);
-  FUSEDCONV_CHECK(count <= 0x7fffffff, config.row->name, ": pieces of the filter: got ", count,
-                  ", expected at most ", 0x7fffffff);
-  int const blocks = int(std::min<int64_t>(ceil_div(count, kPackThreads), kMaxBlocks));
+  int const blocks = int(std::min<int64_t>(ceil_div(s.filter_pieces, kPackThreads), kMaxBlocks));
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
     pack_filter_kernel<T, sizeof(T) == 4><<<blocks, kPackThreads, 0, stream>>>(
-        p, uint32_t(count), static_cast<T const*>(weight), static_cast<unsigned char*>(filter));
+        p, uint32_t(s.filter_pieces), static_cast<T const*>(weight),
+        static_cast<unsigned char*>(filter));
   });
-  FUSEDCONV_CUDA("sm90_boxes pack_filter", cudaGetLastError());
+  FUSEDCONV_CUDA(detail::join(config.row->name, ": pack filter"), cudaGetLastError());
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

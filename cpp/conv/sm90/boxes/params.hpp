@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "conv/block_item.hpp"
 #include "conv/sm90/boxes/rows.hpp"
 #include "cutlass/fast_math.h"
 #include "fusedconv/check.hpp"
@@ -33,33 +34,14 @@ struct Params {
   Tap taps[kMostTaps];
   uint16_t masks[kMostTaps];
 
-  static Params of(Arguments const& arguments);
+  // slabs: those of the arguments' batch.
+  static Params of(Arguments const& arguments, Slabs const& slabs);
 };
 
-// What a block computes in its turn: a tile of positions for a block of columns. A block takes all
-// columns of a tile in sequence, so that phases with more taps than others burden none, and its
-// input is in the cache. Tiles that are left over are divided by columns.
-struct Item {
-  bool present;
-  int tile;
-  int block;
-
-  __device__ __forceinline__ Item(Params const& p, int turn) {
-    int const blocks = int(gridDim.x), rank = int(blockIdx.x);
-    int const rounds = p.tile_count / blocks;
-    if (turn < rounds * p.blocks) {
-      present = true;
-      tile = rank + turn / p.blocks * blocks;
-      block = turn % p.blocks;
-      return;
-    }
-    int const left = p.tile_count - rounds * blocks;
-    int64_t const index = rank + int64_t(turn - rounds * p.blocks) * blocks;
-    present = index < int64_t(left) * p.blocks;
-    if (!present) return;
-    block = int(index / left);
-    tile = rounds * blocks + int(index % left);
-  }
+// A tile of positions for a block of columns.
+struct Item : BlockItem {
+  __device__ __forceinline__ Item(Params const& p, int turn)
+      : BlockItem(turn, int(blockIdx.x), int(gridDim.x), p.tile_count, p.blocks) {}
 };
 
 // A block of columns.
@@ -98,7 +80,7 @@ struct Slab {
   }
 };
 
-inline Params Params::of(Arguments const& a) {
+inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   Params p{};
@@ -109,10 +91,9 @@ inline Params Params::of(Arguments const& a) {
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.output_channels = config.problem.output_channels;
-  Slabs const slabs = s.slabs(a.batch);
-  constexpr int64_t kMost = (int64_t(1) << 30) - 1;
-  FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMost, config.row->name, ": slabs: got ",
-                  slabs.all() * s.blocks, ", expected at most ", kMost);
+  FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,
+                  ": slabs by blocks of columns: got ", slabs.all() * s.blocks,
+                  ", expected at most ", kMostItems);
   p.slab_count = int(slabs.all());
   p.tile_count = int(ceil_div(slabs.all(), kConsumers));
   p.blocks = s.blocks;

@@ -1,17 +1,12 @@
 #include "conv/sm90/boxes/rows.hpp"
 
+#include "conv/collected.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 
 std::vector<Row> const& rows() {
-  static std::vector<Row> const all = [] {
-    std::vector<Row> result;
-    append_tf32(result);
-    append_f16(result);
-    append_bf16(result);
-    return result;
-  }();
+  static std::vector<Row> const all = collected<Row>({&append_tf32, &append_f16, &append_bf16});
   return all;
 }
 

@@ -88,39 +88,39 @@ void group_phases(Schedule& s, Shape const& shape) {
 
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.
-std::vector<int> widths_of(int whole, int most, Layout layout) {
+template <class F>
+void each_width(int whole, int most, Layout layout, F&& body) {
   if (layout == Layout::kChannelsLast) {
     // Of the widest, and of those of no more slabs the narrowest.
     int const widest = std::min(whole, most);
-    return {int(ceil_div(whole, ceil_div(whole, widest)))};
+    body(int(ceil_div(whole, ceil_div(whole, widest))));
+    return;
   }
-  std::vector<int> result;
   for (int width = kSlab; width >= kFewestLine; width /= 2) {
-    if (width <= most) result.push_back(width);
+    if (width <= most) body(width);
   }
-  return result;
 }
 
 }  // namespace
 
 Slabs Schedule::slabs(int64_t batch) const {
+  FUSEDCONV_CHECK(batch > 0, "sm90_boxes: batch: got ", batch, ", expected a positive number");
   std::array<int, kMaxAxes> const whole{axes[0].positions, axes[1].positions, axes[2].positions};
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (int d = 1; d <= std::min(whole[0], kSlab); ++d) {
     for (int h = 1; h <= std::min(whole[1], kSlab / d); ++h) {
-      for (int const w : widths_of(whole[2], kSlab / (d * h), layout)) {
-        int64_t const room = kSlab / (d * h * w);
-        for (int n = 1; n <= std::min(batch, room); ++n) {
-          Slabs slabs;
-          slabs.box = {d, h, w, n};
-          slabs.count = {int(ceil_div(whole[0], d)), int(ceil_div(whole[1], h)),
-                         int(ceil_div(whole[2], w)), int(ceil_div(batch, n))};
-          if (slabs.all() >= fewest) continue;
-          fewest = slabs.all();
-          best = slabs;
-        }
-      }
+      each_width(whole[2], kSlab / (d * h), layout, [&](int w) {
+        // The fewest along the batch, of as few samples each as make no more.
+        int64_t const count = ceil_div(batch, std::min<int64_t>(batch, kSlab / (d * h * w)));
+        Slabs slabs;
+        slabs.box = {d, h, w, int(ceil_div(batch, count))};
+        slabs.count = {int(ceil_div(whole[0], d)), int(ceil_div(whole[1], h)),
+                       int(ceil_div(whole[2], w)), int(count)};
+        if (slabs.all() >= fewest) return;
+        fewest = slabs.all();
+        best = slabs;
+      });
     }
   }
   return best;
@@ -166,13 +166,16 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
   if (p.axes[2].output < p.axes[2].stride && !last) return refused("its output is too narrow");
   int64_t filter_taps = 1;
   for (AxisProblem const& axis : p.axes) filter_taps *= axis.kernel;
+  if (filter_taps > kMostFilterTaps) {
+    return refused(
+        detail::join("it has ", filter_taps, " taps, at most ", kMostFilterTaps, " are served"));
+  }
   int const channels = int(round_up(p.output_channels, kGranule));
   s.segment = shape.segments > 1 ? shape.segment_columns() : std::min(channels, shape.columns);
   s.channel_blocks = int(ceil_div(channels, s.segment));
   group_phases(s, shape);
-  if (s.taps.size() > kMostTaps || filter_taps > kMostFilterTaps) {
-    return refused(detail::join("it has ", filter_taps, " taps and its phases read ", s.taps.size(),
-                                " boxes, at most ", kMostFilterTaps, " and ", kMostTaps,
+  if (s.taps.size() > kMostTaps) {
+    return refused(detail::join("its phases read ", s.taps.size(), " boxes, at most ", kMostTaps,
                                 " are served"));
   }
   if (shape.planes) {
@@ -197,6 +200,12 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
   s.shared_bytes = Memory::of(s.stages, s.stage_bytes).end;
   for (PhaseSet const& set : s.sets) {
     s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;
+  }
+  s.filter_pieces =
+      filter_taps * s.segment * s.channel_blocks * s.chunks * (kChunkBytes / kPieceBytes);
+  if (s.filter_pieces > kMostPieces) {
+    return refused(detail::join("its packed filter has ", s.filter_pieces, " pieces of ",
+                                kPieceBytes, " bytes, at most ", kMostPieces, " are served"));
   }
   return s;
 }

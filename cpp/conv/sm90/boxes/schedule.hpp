@@ -27,10 +27,12 @@ namespace fusedconv::conv::sm90::boxes {
 inline constexpr int kSlab = 64;         // positions of a consumer
 inline constexpr int kConsumers = 2;     // warpgroups
 inline constexpr int kChunkBytes = 128;  // of channels, in a stage
+inline constexpr int kPieceBytes = 16;   // of a column's channels, packed by one thread
 inline constexpr int kMostStages = 8;
 inline constexpr int kMostPhases = 16;
-inline constexpr int kMostTaps = 160;        // of all sets
-inline constexpr int kMostFilterTaps = 384;  // of the filter
+inline constexpr int kMostTaps = 160;               // of all sets
+inline constexpr int kMostFilterTaps = 384;         // of the filter
+inline constexpr int64_t kMostPieces = 0x7fffffff;  // of the packed filter, counted in 32 bits
 inline constexpr int kGranule = 8;     // of columns: an instruction's, and 16 bytes of 16 bits
 inline constexpr int kFewestLine = 8;  // positions of a slab's line, channels first
 
@@ -83,6 +85,7 @@ struct Schedule {
   int stage_bytes = 0;
   int shared_bytes = 0;
   int64_t filter_bytes = 0;
+  int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
 
   // The fewest. A slab may hold positions of several samples.
   Slabs slabs(int64_t batch) const;

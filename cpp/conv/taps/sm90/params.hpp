@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "conv/block_item.hpp"
 #include "conv/taps/sm90/rows.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
@@ -45,30 +46,11 @@ struct Params {
   static Params of(Arguments const& arguments);
 };
 
-// What a block computes in its turn: a tile of positions for a block of rows. A block takes all
-// rows of a tile in sequence, so that phases with more taps than others burden none, and its input
-// is in the cache. Tiles that are left over are divided by rows.
-struct Item {
-  bool present;
-  int tile;
-  int block;  // of rows
-
-  __device__ __forceinline__ Item(Params const& p, int turn) {
-    int const blocks = int(gridDim.x) >> p.split_shift, rank = int(blockIdx.x) >> p.split_shift;
-    int const rounds = p.tile_count / blocks;
-    if (turn < rounds * p.blocks) {
-      present = true;
-      tile = rank + turn / p.blocks * blocks;
-      block = turn % p.blocks;
-      return;
-    }
-    int const left = p.tile_count - rounds * blocks;
-    int64_t const index = rank + int64_t(turn - rounds * p.blocks) * blocks;
-    present = index < int64_t(left) * p.blocks;
-    if (!present) return;
-    block = int(index / left);
-    tile = rounds * blocks + int(index % left);
-  }
+// A tile of positions for a block of rows, of which the blocks of a cluster share the channels.
+struct Item : BlockItem {
+  __device__ __forceinline__ Item(Params const& p, int turn)
+      : BlockItem(turn, int(blockIdx.x) >> p.split_shift, int(gridDim.x) >> p.split_shift,
+                  p.tile_count, p.blocks) {}
 };
 
 // Chunks of channels that a block multiplies: all, or its share of a cluster's.
@@ -256,9 +238,9 @@ inline Params Params::of(Arguments const& a) {
   p.memory =
       Memory::of(s.positions, s.pieces, s.stages, s.slots, config.row->math, config.row->shape);
   int64_t const tiles = config.tiles(a.batch, a.partials != nullptr);
-  constexpr int64_t kMost = (int64_t(1) << 30) - 1;
-  FUSEDCONV_CHECK(tiles * s.blocks_m * c.groups <= kMost, config.row->name, ": tiles: got ",
-                  tiles * s.blocks_m * c.groups, ", expected at most ", kMost);
+  FUSEDCONV_CHECK(tiles * s.blocks_m * c.groups <= kMostItems, config.row->name,
+                  ": tiles by blocks of rows: got ", tiles * s.blocks_m * c.groups,
+                  ", expected at most ", kMostItems);
   p.tile_count = int(tiles);
   p.blocks = s.blocks_m * c.groups;
   p.split_shift = std::bit_width(unsigned(config.splits())) - 1;

@@ -8,8 +8,8 @@ first, with the phases along width side by side. A row is a way in which product
 many columns (output channels of phases) a block has, and how many neighbouring phases share them.
 
 Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
-NCHW are turned first, unless the filter is as large as its stride; outputs where the row has one
-phase in a block.
+NCHW are transposed first, unless the filter is as large as its stride; outputs where the row has
+one phase in a block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import UNGROUPED
+from fusedconv.kernels.compiled import readable_aligned
+from fusedconv.kernels.cuda.convolution import UNGROUPED, goes_through_scratch
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -60,8 +61,8 @@ class CostConstants:
     launch: float
     #: All of it where bytes bound it, over their time at copy rate.
     moved: float
-    #: Passes that turn a tensor from one layout to the other, over their time at copy rate.
-    turned: float
+    #: Passes that transpose a tensor from one layout to the other, over their time at copy rate.
+    transposed: float
     #: Seconds of an element of the packed filter.
     pack: float
 
@@ -76,7 +77,7 @@ COSTS = CostConstants(
     block=1030.0,
     launch=9000.0,
     moved=1.42,
-    turned=1.5,
+    transposed=1.5,
     pack=3e-12,
 )
 
@@ -91,50 +92,52 @@ class BoxesSm90(TapsRow):
     takes_moments = False
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        aligned = self._turns_input(problem) or problem.layout == "strided" or problem.aligned
+        aligned = self._transposes_input(problem) or readable_aligned(problem)
         layout = self._conv_layout(problem)
         return taps_config(self.room, self.index, problem, layout, aligned, device)
 
-    def _turns_input(self, problem: ForwardProblem) -> bool:
+    def _transposes_input(self, problem: ForwardProblem) -> bool:
         return problem.output_layout != "nhwc" and not self.row.planes
 
     def _conv_layout(self, problem: ForwardProblem) -> str:
         """Of the convolution's output."""
         return problem.output_layout if self.row.segments > 1 else "nhwc"
 
-    def _turns_output(self, problem: ForwardProblem) -> bool:
+    def _transposes_output(self, problem: ForwardProblem) -> bool:
         return self._conv_layout(problem) != problem.output_layout
 
     def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
-        return int(config.launch_tiles(1) * config.blocks)
+        # Tiles are pairs of boxes, which are what is counted.
+        return int(2 * config.launch_tiles(1) * config.blocks)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         support = super().supports(problem, device)
-        if not support or not self._turns_output(problem):
+        if not support or not self._transposes_output(problem):
             return support
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
         norm = None if isinstance(form, Support) else form.norm
         if norm is not None and norm.kind == "layer":
-            return Support.no("its output in NHWC is turned by passes that have no norm of pixels")
+            return Support.no("the passes that transpose its output have no norm of pixels")
         return Support.yes()
 
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         elements = 0
-        if self._turns_input(problem):
+        if self._transposes_input(problem):
             elements += problem.input_elements // problem.batch
-        if self._turns_output(problem):
+        # What is of another dtype than the result lies in scratch as it is.
+        if self._transposes_output(problem) and not goes_through_scratch(problem):
             elements += problem.output_elements // problem.batch
         return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
 
     def convolve(
         self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
     ) -> Any:
-        if self._turns_input(program.problem):
+        if self._transposes_input(program.problem):
             program.input = program.channels_last_input()
         return super().convolve(program, config, output, filter)
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
-        if not self._turns_output(problem):
+        if not self._transposes_output(problem):
             return super().compile(problem, device)
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
@@ -143,7 +146,7 @@ class BoxesSm90(TapsRow):
         if problem.save:
             program.save_conv_output(output, row_channels=problem.output_channels)
         if self.stores_result(problem):
-            program.turn(output, program.output, row_channels=problem.output_channels)
+            program.transpose(output, program.output, row_channels=problem.output_channels)
         else:
             program.conv_layout = "nhwc"
             self.finish(program, config, output, partials)
@@ -187,12 +190,12 @@ class BoxesSm90(TapsRow):
             # A pass takes the moments, in two launches where one merges what the convolution left.
             beside += device.copy_milliseconds(problem.output_elements * size)
             beside += chunks * device.launch_milliseconds
-        if self._turns_input(problem):
-            beside += device.copy_milliseconds(2 * problem.input_elements * size) * costs.turned
+        if self._transposes_input(problem):
+            beside += device.copy_milliseconds(2 * problem.input_elements * size) * costs.transposed
             beside += chunks * device.launch_milliseconds
-        if self._turns_output(problem):
-            # What normalises turns as well, more slowly than it would go over planes.
-            passes = costs.turned if self.stores_result(problem) else costs.turned - 1.0
+        if self._transposes_output(problem):
+            # What normalises transposes as well, more slowly than it would go over planes.
+            passes = costs.transposed if self.stores_result(problem) else costs.transposed - 1.0
             beside += device.copy_milliseconds(2 * problem.output_elements * size) * passes
             beside += chunks * device.launch_milliseconds
         return milliseconds + packed + beside

@@ -51,6 +51,37 @@ def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> S
     return Support.yes()
 
 
+def transposed_problem(
+    conv: ConvTransposeGeometry, spatial: tuple[int, ...], layout: str, aligned: bool
+) -> Any:
+    """A transposed convolution whose tensors a kernel meets in ``layout``, at addresses that are
+    multiples of 16 bytes if ``aligned``."""
+    return _C.TransposedProblem(
+        channels=conv.in_channels // conv.groups,
+        output_channels=conv.out_channels // conv.groups,
+        groups=conv.groups,
+        input=by_axis(spatial),
+        output=by_axis(conv.output_spatial(spatial)),
+        kernel=by_axis(conv.kernel_size),
+        stride=by_axis(conv.stride),
+        padding=by_axis(conv.padding, 0),
+        dilation=by_axis(conv.dilation),
+        layout=_C.Layout[layout],
+        aligned=aligned,
+    )
+
+
+def supports_partials(problem: ForwardProblem, config: Any) -> Support:
+    """Whether the partial moments that a config's convolution leaves of a group can be merged."""
+    if not problem.norm_groups:
+        return Support.yes()
+    partials = config.partial_slots * (problem.output_channels // problem.norm_groups)
+    most = _C.group_norm.most_partials
+    if partials > most:
+        return Support.no(f"a group leaves {partials} partial moments, at most {most} are merged")
+    return Support.yes()
+
+
 class ConvolutionRow(ForwardKernel):
     """A row of ``room.rows()``, whose ``Config`` and steps the room has too."""
 
@@ -156,8 +187,8 @@ class ConvolutionRow(ForwardKernel):
 
 
 class InPlaceRow(ConvolutionRow):
-    """One that stores the tensor's own order: what normalises goes over it in place, unless a saved
-    convolution output or another dtype asks for a second tensor."""
+    """One that stores a tensor's order: what normalises goes over it in place, unless a saved
+    convolution output, another dtype or another layout asks for a second tensor."""
 
     ungrouped = UNGROUPED
 
@@ -169,7 +200,7 @@ class InPlaceRow(ConvolutionRow):
         """Of a sample."""
         moments = problem.norm_groups > 0 and self.takes_moments
         scratch = int(config.partial_bytes_per_sample) if moments else 0
-        if _goes_through_scratch(problem):
+        if goes_through_scratch(problem):
             scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
         return scratch
 
@@ -198,7 +229,7 @@ class InPlaceRow(ConvolutionRow):
         program = ForwardProgram(problem, device, self.chunk(problem, config))
         if problem.save:
             output = program.conv_output
-        elif _goes_through_scratch(problem):
+        elif goes_through_scratch(problem):
             size = problem.output_elements // problem.batch * problem.dtype.itemsize
             output = program.scratch(size)
         else:
@@ -251,7 +282,7 @@ def supports_affine(problem: ForwardProblem) -> Support:
         return Support.no(f"{form.before} is in front of the affine map")
     if problem.save:
         return Support.no("an affine map that saves for the backward pass is torch's")
-    if _goes_through_scratch(problem):
+    if goes_through_scratch(problem):
         return Support.no("an affine map in another dtype than the convolution's is torch's")
     return Support.yes()
 
@@ -260,7 +291,7 @@ def _is_affine(form: ActNormAct) -> bool:
     return form.norm is not None and form.norm.kind == "affine"
 
 
-def _goes_through_scratch(problem: ForwardProblem) -> bool:
+def goes_through_scratch(problem: ForwardProblem) -> bool:
     """Whether the convolution's output is of another dtype than the result."""
     return not problem.save and problem.output_dtype != problem.dtype
 

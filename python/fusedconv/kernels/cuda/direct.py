@@ -16,7 +16,14 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis, supports_extents
+from fusedconv.kernels.compiled import readable_aligned
+from fusedconv.kernels.cuda.convolution import (
+    InPlaceRow,
+    by_axis,
+    supports_extents,
+    supports_partials,
+    transposed_problem,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -70,25 +77,12 @@ def _config(
     aligned: bool,
     device: Device,
 ) -> Any:
-    channels, output_channels = conv.in_channels // conv.groups, conv.out_channels // conv.groups
     return _C.direct.Config(
         _C.direct.rows()[row],
-        problem=_C.TransposedProblem(
-            channels=channels,
-            output_channels=output_channels,
-            groups=conv.groups,
-            input=by_axis(spatial),
-            output=by_axis(conv.output_spatial(spatial)),
-            kernel=by_axis(conv.kernel_size),
-            stride=by_axis(conv.stride),
-            padding=by_axis(conv.padding, 0),
-            dilation=by_axis(conv.dilation),
-            layout=_C.Layout[layout],
-            aligned=aligned,
-        ),
+        problem=transposed_problem(conv, spatial, layout, aligned),
         source=_C.FilterSource(
             c=conv.in_channels,
-            k=output_channels,
+            k=conv.out_channels // conv.groups,
             taps=by_axis(conv.kernel_size),
             strides=five_strides(conv.weight_strides),
         ),
@@ -103,13 +97,12 @@ class Direct(InPlaceRow):
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         assert problem.conv is not None
-        strided = problem.layout == "strided"  # copied to contiguous NCHW first
         return _config(
             self.index,
             problem.conv,
             problem.spatial,
             problem.output_layout,
-            strided or problem.aligned,
+            readable_aligned(problem),
             device,
         )
 
@@ -137,14 +130,7 @@ class Direct(InPlaceRow):
         tiles = _sample_tiles(problem, config)
         if tiles > MOST_TILES:
             return Support.no(f"a sample makes {tiles} tiles, at most {MOST_TILES} are served")
-        if problem.norm_groups:
-            channels = problem.output_channels // problem.norm_groups
-            if config.partial_slots * channels > MOST_TILES:
-                return Support.no(
-                    f"a group leaves {config.partial_slots * channels} partial moments, at most "
-                    f"{MOST_TILES} are merged"
-                )
-        return Support.yes()
+        return supports_partials(problem, config)
 
     @property
     def is_fp32(self) -> bool:

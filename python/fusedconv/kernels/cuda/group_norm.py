@@ -9,7 +9,7 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.compiled import group_norm_problem, readable_aligned
 from fusedconv.kernels.cuda.program import (
     ForwardProgram,
     ProgramPlan,
@@ -37,11 +37,6 @@ def compiled_problem(problem: ForwardProblem) -> Any:
     return group_norm_problem(
         problem, form, batch=problem.batch, input_layout=layout, output_layout=layout
     )
-
-
-def readable_aligned(problem: ForwardProblem) -> bool:
-    """Whether kernels see 16-byte alignment: a copy of a strided input is a fresh tensor."""
-    return problem.aligned or problem.layout == "strided"
 
 
 class GroupNormOnePass(ForwardKernel):

@@ -17,12 +17,14 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
+from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.convolution import (
     UNGROUPED,
     InPlaceRow,
-    by_axis,
     supports_affine,
     supports_extents,
+    supports_partials,
+    transposed_problem,
 )
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
@@ -89,19 +91,7 @@ def _config(
 ) -> Any:
     return room.Config(
         room.rows()[row],
-        problem=_C.taps.Problem(
-            channels=conv.in_channels // conv.groups,
-            output_channels=conv.out_channels // conv.groups,
-            groups=conv.groups,
-            input=by_axis(spatial),
-            output=by_axis(conv.output_spatial(spatial)),
-            kernel=by_axis(conv.kernel_size),
-            stride=by_axis(conv.stride),
-            padding=by_axis(conv.padding, 0),
-            dilation=by_axis(conv.dilation),
-            layout=_C.Layout[layout],
-            aligned=aligned,
-        ),
+        problem=transposed_problem(conv, spatial, layout, aligned),
         device=device.compiled,
     )
 
@@ -121,7 +111,7 @@ def taps_config(
 
 
 class TapsRow(InPlaceRow):
-    """What rows of ``_C.taps`` and of rooms in it serve, which share how a problem is described."""
+    """What rows of ``_C.taps``, ``_C.sm90.taps`` and ``_C.sm90.boxes`` serve: the same problems."""
 
     #: The only compute capability, times ten, that it runs on; None for 8.0 and later.
     architecture: int | None = None
@@ -134,8 +124,7 @@ class TapsRow(InPlaceRow):
         return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        strided = problem.layout == "strided"  # copied to contiguous NCHW first
-        aligned = strided or problem.aligned
+        aligned = readable_aligned(problem)
         return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
@@ -161,14 +150,7 @@ class TapsRow(InPlaceRow):
             return Support.no(
                 f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
             )
-        if problem.norm_groups and self.takes_moments:
-            channels = problem.output_channels // problem.norm_groups
-            moments = config.partial_slots * channels
-            if moments > MOST_BLOCKS:
-                return Support.no(
-                    f"a group leaves {moments} partial moments, at most {MOST_BLOCKS} are merged"
-                )
-        return Support.yes()
+        return supports_partials(problem, config) if self.takes_moments else Support.yes()
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return self.most_blocks // self.sample_blocks(problem, config)

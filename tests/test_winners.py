@@ -137,6 +137,9 @@ DAMAGED = {
     "a time below zero": lambda: with_entry(
         times=[{"parts": ["forward"], "kernel": "torch", "milliseconds": -1}]
     ),
+    "a time that no float holds": lambda: with_entry(
+        times=[{"parts": ["forward"], "kernel": "torch", "milliseconds": 10**400}]
+    ),
     "versions that are a list": lambda: with_entry(versions=["1"]),
 }
 

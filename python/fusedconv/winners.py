@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -154,7 +154,8 @@ def _piece(parts: Any, kernel: Any) -> Piece:
 def _time(value: Any) -> tuple[Piece, float]:
     parts, kernel, milliseconds = _fields(value, "parts", "kernel", "milliseconds")
     _expect(type(milliseconds) in (int, float), "a number of milliseconds")
-    _expect(0 <= milliseconds < math.inf, "a finite time")
+    # JSON's integers have any size: one that no float holds is below infinity all the same.
+    _expect(0 <= milliseconds <= sys.float_info.max, "a finite time")
     return _piece(parts, kernel), float(milliseconds)
 
 

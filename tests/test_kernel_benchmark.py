@@ -89,6 +89,20 @@ def test_names_leave_other_kernels_out(monkeypatch, tmp_path):
     assert [each.record["asked"] for each in regrets(records)] == ["all"]
 
 
+def test_names_that_serve_nothing_give_a_record_without_kernels(monkeypatch):
+    toys = Toy("refuses", refusal="it is a test"), Toy("serves", 1.0)
+    monkeypatch.setattr(registries, "_registry", filled(*toys))
+    (record,) = measured(SMALL, names=("refuses",))
+    assert record["kernels"] == []
+    assert "error" not in record
+
+
+def test_kernels_that_all_fail_say_why(monkeypatch):
+    monkeypatch.setattr(registries, "_registry", filled(Broken("broken", 1.0)))
+    (record,) = measured(SMALL)
+    assert [each["error"] for each in record["kernels"]] == ["it broke"]
+
+
 class Broken(Toy):
     def compile(self, problem, device):
         plan = ToyPlan(self.name)

@@ -107,7 +107,7 @@ class Clock:
         def lasts() -> bool:
             return time.perf_counter() - start < self.seconds * count
 
-        for number in range(max(3, *map(len, contenders))):
+        for number in range(max((3, *map(len, contenders)))):
             if number == 0 or lasts():
                 self.play(number, contenders, timings)
         for timing in timings:

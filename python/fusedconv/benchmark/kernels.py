@@ -228,5 +228,5 @@ def run(
             found = regrets(known.values(), tuned)
             files.write(output, head, known.values(), KEY, regret=fields(found))
         worked += shares[key]
-        watch.measured(known[key], worked / total)
+        watch.measured(known[key], worked / total if total else 1.0)
     return list(known.values())

@@ -268,9 +268,11 @@ def test_a_file_of_shapes_is_tuned(tmp_path):
         '{"out-channels": 0, "batch": 1, "in-channels": 4, "spatial": [3, 5], "num-groups": 2}\n\n'
         '{"batch": 1, "in-channels": 4, "out-channels": 4, "spatial": 5, "num-groups": 2, '
         '"bias": false, "gradients": true}\n'
+        '{"batch": 2, "in-channels": 4, "out-channels": 4, "spatial": 5, "num-groups": 2, '
+        '"bias": true, "gradients": false}\n'
     )
     lines = invoke("tune", file, "--device", "cpu").splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert all(line.endswith("(tuned)") for line in lines)
     winners.forget()
     assert {entry.summary for entry in winners.entries().values()} == {
@@ -285,6 +287,11 @@ def test_a_file_of_shapes_is_tuned(tmp_path):
         ("[1]", "line 1: got [1], expected an object"),
         ('{"in-channels": "x"}', "line 1: Invalid value for '--in-channels'"),
         ('{"no-such": 1}', "line 1: No such option"),
+        ('{"help": true}', "line 1: got help, expected what a problem consists of"),
+        ('{"device": "cuda"}', "line 1: got device, expected what a problem consists of"),
+        ('{"arch": 80}', "line 1: got arch, expected what a problem consists of"),
+        ("", "shapes: got no line, expected one a problem"),
+        ("\n \n", "shapes: got no line, expected one a problem"),
     ],
 )
 def test_a_line_that_is_no_shape_is_named(tmp_path, line, message):

@@ -14,14 +14,27 @@ from fusedconv.cli.explain import explain, problems
 from fusedconv.problem import Problem
 
 
+#: Options of ``explain`` that are not a problem's: the command that reads the file has a device.
+_NO_SHAPES = ("help", "device", "arch")
+#: Flags of ``explain`` without an option that unsets them.
+_FLAGS = [
+    option.removeprefix("--")
+    for parameter in explain.params
+    if isinstance(parameter, click.Option) and parameter.is_flag and not parameter.secondary_opts
+    for option in parameter.opts
+]
+
+
 def _options(fields: dict[str, Any]) -> list[str]:
     """A line of a file of shapes, as arguments of ``explain``."""
     arguments = []
     for name, value in fields.items():
+        if name in _NO_SHAPES:
+            raise ValueError(f"got {name}, expected what a problem consists of")
         if value is True:
             arguments.append(f"--{name}")
         elif value is False:
-            arguments.append(f"--no-{name}")
+            arguments += [] if name in _FLAGS else [f"--no-{name}"]
         else:
             values = value if isinstance(value, list) else [value]
             arguments += [f"--{name}", ",".join(map(str, values))]
@@ -37,7 +50,9 @@ def _lines(path: Path, hint: str) -> list[str]:
 
 def problems_of_file(path: Path, device: torch.device, hint: str) -> Iterator[Problem]:
     """The problems that a file describes on a device; each line is a JSON object of ``explain``'s
-    options. Raises click.BadParameter where one is not, for the parameter that ``hint`` names."""
+    options but those of the device. Raises click.BadParameter where one is not, or where there is
+    none, for the parameter that ``hint`` names."""
+    found = False
     for number, line in enumerate(_lines(path, hint), 1):
         if not line.strip():
             continue
@@ -48,6 +63,9 @@ def problems_of_file(path: Path, device: torch.device, hint: str) -> Iterator[Pr
             arguments = [*_options(fields), "--device", device.type]
             with explain.make_context("explain", arguments) as context:
                 yield from problems(context, **context.params)
+            found = True
         except (ValueError, click.UsageError) as error:
             message = error.format_message() if isinstance(error, click.UsageError) else error
             raise click.BadParameter(f"line {number}: {message}", param_hint=hint) from error
+    if not found:
+        raise click.BadParameter(f"{path}: got no line, expected one a problem", param_hint=hint)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from problems import backward_problem, problem
 from processes import python
 
-from fusedconv import benchmark, selection, winners
+from fusedconv import benchmark, selection, tuning, winners
 from fusedconv.cli import main
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.winners import Winner
@@ -310,6 +310,36 @@ def test_a_suite_is_tuned(monkeypatch):
     # Forward alone, and forward and backward, in each layout.
     assert len(lines) >= 4
     assert {line.rpartition(" ")[2] for line in lines} == {"(tuned)"}
+
+
+SHAPE = '{"out-channels": 0, "batch": 1, "in-channels": 4, "spatial": 3, "num-groups": 2}\n'
+
+
+def test_a_size_is_of_workloads_alone(tmp_path):
+    file = tmp_path / "shapes"
+    file.write_text(SHAPE)
+    output = invoke("tune", file, "--device", "cpu", "--size", "small", status=2)
+    assert "'--size': expected none with FILE" in " ".join(output.split())
+
+
+@pytest.mark.filterwarnings("ignore:.*tuned kernels are:RuntimeWarning")
+def test_tuning_that_nothing_keeps_fails(monkeypatch, tmp_path):
+    file = tmp_path / "shapes"
+    file.write_text(SHAPE)
+    monkeypatch.setenv("FUSEDCONV_CACHE_DIR", str(file))
+    output = invoke("tune", file, "--device", "cpu", status=1)
+    assert "Error: 1 of 1 problems could not be timed or kept" in output
+
+
+def test_tuning_that_finds_no_memory_fails(monkeypatch, tmp_path):
+    def fails(*arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tuning, "measure", fails)
+    file = tmp_path / "shapes"
+    file.write_text(SHAPE)
+    output = invoke("tune", file, "--device", "cpu", status=1)
+    assert "(cost)\nError: 1 of 1 problems could not be timed or kept" in output
 
 
 def test_nothing_is_tuned_where_a_kernel_is_forced(force):

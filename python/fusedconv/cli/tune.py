@@ -39,19 +39,29 @@ def tune(file: Path | None, suite: str | None, device: str | None, size: str | N
     """Times every kernel of each problem and keeps the fastest for later processes.
 
     Each line of FILE is a JSON object of `fusedconv explain`'s options, as {"in-channels": 32,
-    "spatial": [16, 16], "gradients": true}.
+    "spatial": [16, 16], "gradients": true}. Fails where a problem could not be timed or kept.
     """
     check_forced()
     if forced_kernels() is not None:
         raise click.ClickException("FUSEDCONV_KERNEL is set, which leaves nothing to tune")
     if file is not None and suite is not None:
         raise click.BadParameter("got FILE too, expected one of both", param_hint="'--suite'")
+    if file is not None and size is not None:
+        raise click.BadParameter("expected none with FILE, whose lines say it", param_hint="'--size'")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.BadParameter("torch sees no CUDA device", param_hint="'--device'")
     where = benchmark.default_device() if device is None else torch.device(device)
+    record = device_record(where)
+    problems = []
     for problem in _tuned(file, suite or benchmark.DEFAULT_SUITE, where, size):
-        explanation = explain_problem(problem, device_record(where))
+        explanation = explain_problem(problem, record)
         click.echo(f"{problem}: {explanation.kernel} ({explanation.chosen_by})")
+        problems.append(problem)
+    lost = sum(winners.kept(problem, record) is None for problem in problems)
+    if lost:
+        raise click.ClickException(
+            f"{lost} of {len(problems)} problems could not be timed or kept in {winners.path()}"
+        )
 
 
 def _tuned(

@@ -254,6 +254,18 @@ def test_the_cache_is_shown_exported_imported_and_cleared(tmp_path):
     assert kept(BACKWARD) == DIVIDED
 
 
+def test_a_damaged_file_is_not_shown_or_exported_as_if_nothing_were_kept(tmp_path):
+    assert invoke("cache", "export", tmp_path / "of nothing") == "0 problems\n"
+    file = tmp_path / "exported.json"
+    file.write_text("before")
+    winners.path().parent.mkdir(parents=True, exist_ok=True)
+    winners.path().write_text("{}")
+    for command in (("show",), ("export", file)):
+        output = invoke("cache", *command, status=1)
+        assert output == f"Error: {winners.path()}: expected fields entries\n"
+    assert file.read_text() == "before"
+
+
 def test_a_damaged_file_is_not_imported(tmp_path):
     winners.store(FORWARD, PROCESSOR, SERVED)
     file = tmp_path / "damaged.json"

@@ -13,7 +13,6 @@ import torch
 from fusedconv.cli.explain import explain, problems
 from fusedconv.problem import Problem
 
-
 #: Options of ``explain`` that are not a problem's: the command that reads the file has a device.
 _NO_SHAPES = ("help", "device", "arch")
 #: Flags of ``explain`` without an option that unsets them.

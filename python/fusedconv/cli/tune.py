@@ -47,7 +47,9 @@ def tune(file: Path | None, suite: str | None, device: str | None, size: str | N
     if file is not None and suite is not None:
         raise click.BadParameter("got FILE too, expected one of both", param_hint="'--suite'")
     if file is not None and size is not None:
-        raise click.BadParameter("expected none with FILE, whose lines say it", param_hint="'--size'")
+        raise click.BadParameter(
+            "expected none with FILE, whose lines say it", param_hint="'--size'"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise click.BadParameter("torch sees no CUDA device", param_hint="'--device'")
     where = benchmark.default_device() if device is None else torch.device(device)
@@ -86,6 +88,17 @@ def cache() -> None:
     """What was tuned and is kept for later processes."""
 
 
+def _kept() -> dict[str, winners.Entry]:
+    """What is kept; a file that is damaged or cannot be read is an error."""
+    file = winners.path()
+    try:
+        return winners.read(file)
+    except FileNotFoundError:
+        return {}
+    except (winners.DamagedFileError, OSError) as error:
+        raise click.ClickException(f"{file}: {error}") from error
+
+
 @cache.command("path")
 def path() -> None:
     """Where it is kept; FUSEDCONV_CACHE_DIR names another folder."""
@@ -96,7 +109,7 @@ def path() -> None:
 def show() -> None:
     """The problems and their kernels, with their times."""
     table = Table("problem", "device", "versions", "kernel", "milliseconds", "others")
-    for entry in winners.entries().values():
+    for entry in _kept().values():
         winner = entry.winner
         times = [winner.times[piece] for piece in winner.pieces if piece in winner.times]
         rivals = [
@@ -120,7 +133,7 @@ def show() -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def export(file: Path) -> None:
     """Writes what is kept to FILE, for `fusedconv cache import` elsewhere."""
-    entries = winners.entries()
+    entries = _kept()
     try:
         winners.write(file, entries)
     except OSError as error:

@@ -240,6 +240,25 @@ def test_a_forced_kernel_without_a_name_ends_in_one_line(force, command):
     assert "FUSEDCONV_KERNEL: got ' , ', expected names of kernels" in failed(*command)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["info"], ["list"], ["demo", "--quick"], ["bench", "--small"], ["tune"]],
+    ids=lambda command: command[0],
+)
+def test_another_value_of_autotune_ends_in_one_line(monkeypatch, command):
+    monkeypatch.setenv("FUSEDCONV_AUTOTUNE", "yes")
+    line = failed(*command).splitlines()[-1]
+    assert line == "Error: FUSEDCONV_AUTOTUNE: got 'yes', expected 0 or 1"
+
+
+def test_an_unknown_instruction_set_ends_in_one_line():
+    # In a process of its own: it is read once.
+    result = python("-m", "fusedconv", "demo", "--quick", FUSEDCONV_INSTRUCTION_SET="nope")
+    assert result.returncode == 1
+    assert result.stderr.startswith('Error: FUSEDCONV_INSTRUCTION_SET: got "nope", expected one of')
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_forced_kernel_that_does_not_serve_ends_in_one_line(force):
     force("cpu")
     line = failed("explain").splitlines()[-1]

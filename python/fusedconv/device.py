@@ -195,6 +195,13 @@ def _capabilities() -> Mapping[str, object]:
 PROCESSOR = processor(_capabilities())
 
 
+def instruction_set() -> str:
+    """That of the processor's kernels. Raises ValueError where FUSEDCONV_INSTRUCTION_SET names
+    none that there is."""
+    name: str = _C.cpu.instruction_set()
+    return name
+
+
 @functools.cache
 def processor_name() -> str:
     """This machine's, as its maker calls it."""

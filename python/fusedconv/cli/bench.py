@@ -14,7 +14,7 @@ import torch
 from fusedconv import benchmark
 from fusedconv.benchmark import kernels, records
 from fusedconv.cli.kernels import ALL, bench_kernels
-from fusedconv.cli.options import check_forced, console, integers, naming_options
+from fusedconv.cli.options import check_settings, console, integers, naming_options
 from fusedconv.cli.progress import observer
 from fusedconv.errors import NoKernelError
 from fusedconv.registry import registry
@@ -216,7 +216,7 @@ def bench(context: click.Context, /, **options: Any) -> None:
     On a GPU each contender runs in processes of its own, on a processor they take turns in one.
     With --kernels each problem's kernels are timed instead, in turns.
     """
-    check_forced()
+    check_settings()
     if options["resume"] and options["output"] is None:
         raise click.BadParameter(
             "got no --output, expected the file to resume", param_hint="'--resume'"

@@ -13,7 +13,7 @@ from rich.table import Table
 import fusedconv
 from fusedconv import benchmark
 from fusedconv.benchmark import Clock
-from fusedconv.cli.options import console
+from fusedconv.cli.options import check_settings, console
 from fusedconv.models import SYSTEMS, System
 from fusedconv.precision import dtype_name
 from fusedconv.testing import sample_errors
@@ -103,6 +103,7 @@ def demo(quick: bool) -> None:
 
     Fails where an error is beyond 1.1 times eager's.
     """
+    check_settings()
     device = benchmark.default_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the processor"
     table = Table(*COLUMNS, title=f"fusedconv {fusedconv.__version__} on {name}")

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 import fusedconv
-from fusedconv.cli.options import check_forced, console
+from fusedconv.cli.options import check_settings, console
 from fusedconv.registry import FORCE_VARIABLE, registry
 from fusedconv.selection import forced_kernels
 
@@ -105,7 +105,7 @@ def info(as_json: bool) -> None:
                 counts = ", ".join(f"{name}: {count}" for name, count in providers.items())
             table.add_row("kernels", counts)
             console().print(table)
-    check_forced()
+    check_settings()
 
 
 @click.command("list")
@@ -115,4 +115,4 @@ def list_kernels() -> None:
     for kernel in registry().kernels():
         table.add_row(kernel.provider, kernel.name, type(kernel).__module__)
     console().print(table)
-    check_forced()
+    check_settings()

@@ -10,7 +10,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from fusedconv import benchmark
+from fusedconv import benchmark, tuning
+from fusedconv.device import instruction_set
 from fusedconv.errors import KernelError, NoKernelError, PluginError
 from fusedconv.registry import registry
 from fusedconv.selection import forced_kernels
@@ -39,12 +40,18 @@ class Commands(click.Group):
             raise click.ClickException(_one_line(error)) from error
 
 
-def check_forced() -> None:
+def check_settings() -> None:
     """PluginError where a plugin fails, NoKernelError where FUSEDCONV_KERNEL names what is not
-    there."""
+    there, ClickException where FUSEDCONV_AUTOTUNE or FUSEDCONV_INSTRUCTION_SET has no such value.
+    """
     kernels, forced = registry(), forced_kernels()
     if forced is not None:
         kernels.forced_names(forced)
+    try:
+        tuning.is_active()
+        instruction_set()
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def integers(

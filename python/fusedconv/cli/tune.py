@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedconv import benchmark, winners
-from fusedconv.cli.options import check_forced, console
+from fusedconv.cli.options import check_settings, console
 from fusedconv.cli.shapes import problems_of_file
 from fusedconv.device import device_record
 from fusedconv.models import SIZES
@@ -41,7 +41,7 @@ def tune(file: Path | None, suite: str | None, device: str | None, size: str | N
     Each line of FILE is a JSON object of `fusedconv explain`'s options, as {"in-channels": 32,
     "spatial": [16, 16], "gradients": true}. Fails where a problem could not be timed or kept.
     """
-    check_forced()
+    check_settings()
     if forced_kernels() is not None:
         raise click.ClickException("FUSEDCONV_KERNEL is set, which leaves nothing to tune")
     if file is not None and suite is not None:

@@ -394,6 +394,16 @@ def test_what_is_no_model_is_refused(function):
         function(doubling)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("args", torch.ones(1, 4, 5, 5)), ("args", "x"), ("kwargs", [1])]
+)
+def test_arguments_of_a_call_are_a_tuple_and_names(name, value):
+    model = network()
+    with pytest.raises(TypeError, match=rf"^{name}: got .*, expected "):
+        fusedconv.convert(model, **{name: value})
+    assert type(model) is type(network())
+
+
 def test_flags_are_flags():
     for name in ("follow", "dry_run"):
         with pytest.raises(TypeError, match=f"{name}: got 'yes'"):

@@ -184,11 +184,18 @@ def convert(
 
     Copies, pickles and replicas of a converted model are converted; ``revert`` undoes it for any.
     torch.jit.script refuses converted modules. Raises TypeError where ``model`` is no Module,
-    ValueError where it is to be called and has lazy modules, which a call changes for good, and
-    what a call of the model raises.
+    ``args`` no sequence or ``kwargs`` no mapping, ValueError where the model is to be called and
+    has lazy modules, which a call changes for good, and what a call of the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {shown(model)}, expected a torch.nn.Module")
+    # A tensor in place of a tuple of it would be taken for its rows.
+    for name, given, kind, expected in (
+        ("args", args, Sequence, "a tuple of a call's arguments"),
+        ("kwargs", kwargs, Mapping, "arguments by name"),
+    ):
+        if given is not None and (isinstance(given, str) or not isinstance(given, kind)):
+            raise TypeError(f"{name}: got {shown(given)}, expected {expected}")
     follow, dry_run = flag("follow", follow), flag("dry_run", dry_run)
     plan = _Plan(model, follow)
     report = Conversion(plan, dry_run)

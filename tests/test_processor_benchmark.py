@@ -196,3 +196,11 @@ def test_a_run_goes_on_where_it_ended(tmp_path):
     assert [record["run"].split()[-1] for record in again] == ["def", "def"]
     assert len(small_run(path, commit="abc")) == 2
     assert len(json.loads(path.read_text())["records"]) == 4
+
+
+def test_small_records_are_no_part_of_a_run_at_full_size(tmp_path):
+    path = tmp_path / "figures.json"
+    small_run(path, commit="abc")
+    full = small_run(path, commit="abc", resume=True, small=False)
+    assert [record["shape"] for record in full] == [[4, 12, 96, 96]] * 2
+    assert small_run(path, commit="abc", resume=True, small=False) == []

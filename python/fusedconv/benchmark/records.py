@@ -15,6 +15,7 @@ import torch
 
 import fusedconv
 from fusedconv.benchmark.cells import Cell
+from fusedconv.benchmark.workloads import WORKLOADS
 
 #: How the benchmark measures on GPUs.
 METHOD = """\
@@ -156,12 +157,18 @@ def check_writable(path: Path, key: Sequence[str] = KEY) -> None:
     partial.unlink()
 
 
-def held(path: Path, commit: str) -> set[tuple[Cell, str]]:
-    """The cells and contenders of which a file holds a record made at ``commit``."""
+def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
+    """The cells and contenders of which a file holds a record made at ``commit``, at a ``size`` of
+    ``models.SIZES``; one that failed before it had a shape is of any."""
+
+    def is_of_size(record: Mapping[str, Any]) -> bool:
+        workload, shape = WORKLOADS.get(record["workload"]), record.get("shape")
+        return shape is None or (workload is not None and shape == list(workload.shape(size)))
+
     return {
         (Cell.of(record), record["contender"])
         for record in read(path)
-        if record.get("run", "").split()[-1:] == [commit]
+        if record.get("run", "").split()[-1:] == [commit] and is_of_size(record)
     }
 
 

@@ -300,9 +300,9 @@ def _compile_ahead(
             raise
 
 
-def _left(waiting: Iterable[Job], output: Path | None, commit: str) -> list[Job]:
-    """The jobs without the cells of which the file holds every record at this commit."""
-    held = set() if output is None or not output.exists() else files.held(output, commit)
+def _left(waiting: Iterable[Job], output: Path | None, commit: str, size: str) -> list[Job]:
+    """The jobs without the cells of which the file holds every record at this commit and size."""
+    held = set() if output is None or not output.exists() else files.held(output, commit, size)
     left = []
     for job in waiting:
         cells = tuple(
@@ -339,7 +339,7 @@ def run(
     same time, the first alone by default; what else is None is as ``SUITES`` says for ``suite`` and
     the device. ``seconds`` of timing per record, ``least`` repetitions at least; ``small`` takes
     sizes that run in moments. ``resume`` leaves out the cells of which ``output`` holds every
-    record of this commit. A peer that fails is recorded with its error.
+    record of this commit and size. A peer that fails is recorded with its error.
 
     Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
     nothing can be measured, before anything runs, and ContenderError where fusedconv fails.
@@ -361,8 +361,9 @@ def run(
     contenders = chosen.contenders if contenders is None else contenders
     waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
     commit = commit or files.git_commit()
+    size = "small" if small else chosen.size
     if resume:
-        waiting = deque(_left(waiting, output, commit))
+        waiting = deque(_left(waiting, output, commit, size))
     watch.planned(sum(job.count for job in waiting))
     if not waiting:
         return []
@@ -374,7 +375,7 @@ def run(
         "least": chosen.least if least is None else least,
         "most": chosen.most,
         "flushes": chosen.flushes,
-        "size": "small" if small else chosen.size,
+        "size": size,
     }
     if kind == "cuda":
         # Not here: this process holds no memory of a device.

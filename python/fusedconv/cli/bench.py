@@ -206,8 +206,8 @@ def _kernels(
 @click.option(
     "--resume",
     is_flag=True,
-    help="Leave out the cells that the output holds of this commit, with --kernels the problems "
-    "that it holds of this device, build and versions.",
+    help="Leave out the cells that the output holds of this commit and size, with --kernels the "
+    "problems that it holds of this device, build and versions.",
 )
 @click.pass_context
 def bench(context: click.Context, /, **options: Any) -> None:

@@ -405,6 +405,14 @@ def test_bench_refuses_before_it_measures(tmp_path, option, value, expected):
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
+def test_bench_adds_to_no_records_that_its_summary_could_not_read(tmp_path):
+    path = tmp_path / "figures.json"
+    record = {name: value for name, value in RECORD.items() if name != "median_ms"}
+    path.write_text(json.dumps({"header": {}, "records": [{**record, "shape": None}]}))
+    line = refused(*BENCH, "--output", str(path))
+    assert "expected a file of this benchmark's records" in line
+
+
 RECORD = {
     **benchmark.Cell("system3", "fp32", "nchw", "forward").fields(),
     **dict(contender="eager", median_ms=2.0, p10_ms=1.0, p90_ms=3.0, floor_ms=1.0),

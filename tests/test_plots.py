@@ -247,6 +247,12 @@ def test_the_command_refuses_what_it_cannot_draw(files, tmp_path):
         other.write_text(text)
         output = invoke(other, *folder, status=2)
         assert "expected a file of this benchmark's records" in " ".join(output.split())
+    for content, field in ((CONTENDERS, "median_ms"), (kernel_records(), "parts")):
+        content = copy.deepcopy(content)
+        del content["records"][0][field]
+        other.write_text(json.dumps(content))
+        output = invoke(other, *folder, status=2)
+        assert "expected a file of this benchmark's records" in " ".join(output.split())
     other.write_text(json.dumps({"header": HEADER, "records": []}))
     assert "got nothing to plot" in " ".join(invoke(other, *folder, status=2).split())
     (tmp_path / "again").mkdir()

@@ -27,6 +27,11 @@ from fusedconv.winners import Piece, Winner
 SECONDS, LEAST, MOST = 0.1, 7, 100
 #: What tells records of kernels apart; ``asked`` is "all" or the names of kernels or providers.
 KEY = ("problem", "device", "versions", "asked")
+#: What regrets and plots read of them.
+FIELDS = (
+    *(*KEY, "workload", "pass", "precision", "layout"),
+    *("parts", "flops", "bytes", "chosen", "kernels", "run"),
+)
 #: How kernels are measured.
 METHOD = """\
 The benchmark of kernels: every kernel that serves a problem, torch's own operators included.

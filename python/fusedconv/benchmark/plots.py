@@ -47,9 +47,9 @@ def load(path: Path) -> dict[str, Any]:
     """A file of records of contenders or of kernels. Raises ValueError where it is neither, OSError
     where it cannot be read."""
     try:
-        return files.load(path, files.KEY)
+        return files.load(path, files.FIELDS)
     except ValueError:
-        return files.load(path, kernels.KEY)
+        return files.load(path, kernels.FIELDS)
 
 
 def _rows(content: Content) -> dict[tuple[str, str], list[rows.Row]]:

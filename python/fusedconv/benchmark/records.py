@@ -87,6 +87,8 @@ gradient written.
 
 #: What tells records of contenders apart.
 KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
+#: What summaries and plots read of them.
+FIELDS = (*KEY, "shape", "median_ms", "floor_ms")
 
 
 def git_commit() -> str:

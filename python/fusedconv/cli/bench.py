@@ -61,9 +61,9 @@ def _writable(
     context: click.Context, parameter: click.Parameter, value: Path | None
 ) -> Path | None:
     if value is not None:
-        key = records.KEY if context.params.get("kernels") is None else kernels.KEY
+        fields = records.FIELDS if context.params.get("kernels") is None else kernels.FIELDS
         try:
-            benchmark.check_writable(value, key)
+            benchmark.check_writable(value, fields)
         except OSError as error:
             raise click.BadParameter(
                 f"got {str(value)!r}, expected a file that can be written: {error.strerror}"

@@ -81,6 +81,17 @@ def test_what_is_wrong_with_a_wheel_is_said(tmp_path, files, text):
     assert check_wheel.main([str(path)]) == 1
 
 
+def test_what_is_no_wheel_fails_and_the_others_are_checked(tmp_path, capsys):
+    other = tmp_path / "other.whl"
+    other.write_text("no archive")
+    arguments = [other, tmp_path / "*.gone", wheel(tmp_path, {})]
+    assert check_wheel.main(list(map(str, arguments))) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "other.whl: File is not a zip file"
+    assert lines[1].startswith("*.gone: [Errno 2] No such file or directory")
+    assert lines[2].endswith(" MB, good")
+
+
 def test_a_large_wheel_fails(tmp_path, monkeypatch):
     path = wheel(tmp_path, {})
     monkeypatch.setattr(check_wheel, "MEGABYTES", path.stat().st_size / 1e6)

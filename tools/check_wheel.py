@@ -89,9 +89,12 @@ def main(arguments: list[str]) -> int:
         return 2
     failed = False
     for wheel in map(Path, arguments):
-        wrong = problems(wheel)
+        try:
+            wrong, size = problems(wheel), f"{wheel.stat().st_size / 1e6:.1f} MB, "
+        except (OSError, zipfile.BadZipFile) as error:
+            wrong, size = [str(error)], ""
         failed = failed or bool(wrong)
-        print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {'; '.join(wrong) or 'good'}")
+        print(f"{wheel.name}: {size}{'; '.join(wrong) or 'good'}")
     return int(failed)
 
 

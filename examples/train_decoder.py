@@ -158,10 +158,17 @@ def plot(losses: dict[str, list[float]], title: str, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return value
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=64, help="of all processes together")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--batch", type=positive, default=64, help="of all processes together")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), default="fp32")
     parser.add_argument("--wrap", choices=("none", "ddp", "fsdp"), default="none")
     parser.add_argument("--output", type=Path, help="losses as JSON")

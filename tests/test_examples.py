@@ -14,6 +14,15 @@ from torch import distributed
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_decoder.py"
 
 
+def test_options_are_refused_before_anything_is_trained():
+    for option in ("--steps", "--batch"):
+        done = subprocess.run(
+            [sys.executable, SCRIPT, option, "0"], capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 2
+        assert done.stderr.endswith(f"error: argument {option}: got 0, expected at least 1\n")
+
+
 @pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp"])
 def test_a_decoder_trains_as_eagers_does(wrap, tmp_path):
     if not (distributed.is_available() and distributed.is_gloo_available()):

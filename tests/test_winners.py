@@ -174,6 +174,15 @@ def test_a_pipe_is_not_waited_for(folder):
         assert kept(FORWARD) is None
 
 
+def test_a_file_is_readable_as_the_umask_says():
+    before = os.umask(0o027)
+    try:
+        winners.store(FORWARD, PROCESSOR, SERVED)
+    finally:
+        os.umask(before)
+    assert winners.path().stat().st_mode & 0o777 == 0o640
+
+
 def test_a_write_that_fails_leaves_the_former_file(monkeypatch):
     winners.store(FORWARD, PROCESSOR, SERVED)
 

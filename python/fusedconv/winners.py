@@ -12,8 +12,8 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -216,13 +216,14 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
             for _, each in sorted(entries.items())
         ]
     }
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    # Not by tempfile, whose files no other user may read, whatever the umask says.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w") as file:
+        with partial.open("x") as file:
             json.dump(content, file)
-        os.replace(name, path)
+        partial.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 

@@ -176,6 +176,7 @@ def refused(*arguments: str) -> str:
         ("--dilation 0", "--dilation", "got '0', expected integers from 1"),
         ("--output-padding 1", "--output-padding", "got (1, 1), expected each smaller"),
         ("--arch 91", "--arch", "got 91, expected one of"),
+        ("--device cpu --arch 80", "--arch", "got 80, expected none for a processor"),
         ("--precision fp64", "--precision", "is not one of"),
         ("--batch 2000000000 --spatial 99999,99999", "--spatial", "a size that torch counts"),
     ],

@@ -86,6 +86,11 @@ def explain(context: click.Context, /, **options: Any) -> None:
 
     Options with a value for each axis take one for all axes too.
     """
+    given = click.core.ParameterSource.COMMANDLINE
+    if options["device"] == "cpu" and context.get_parameter_source("arch") == given:
+        raise click.BadParameter(
+            f"got {options['arch']}, expected none for a processor", param_hint="'--arch'"
+        )
     device = KNOWN[options["arch"]] if options["device"] == "cuda" else PROCESSOR
     for problem in problems(context, **options):
         click.echo(str(explain_problem(problem, device)))

@@ -65,6 +65,8 @@ class Sizes:
             out_channels=self.out,
         )
         dtype = DTYPES[kernel.precision]
+        # A shape alone: problems too large to be served have weights of many gigabytes.
+        weight = torch.empty(self.channels, self.out // self.groups, *self.kernel, device="meta")
         return problem(
             **{
                 "dtype": dtype,
@@ -73,7 +75,7 @@ class Sizes:
                 "channels": self.channels,
                 "spatial": self.spatial,
                 "norm": None,
-                "conv": geometry_of(self.weight(), **fields),
+                "conv": geometry_of(weight, **fields),
                 **changes,
             }
         )

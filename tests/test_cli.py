@@ -361,6 +361,24 @@ def test_bench_takes_patterns_and_prints_summaries(tmp_path):
     assert output.splitlines()[0] == line
 
 
+@pytest.mark.parametrize(
+    ("field", "other"), [("device", "NVIDIA H200"), ("threads", 512), ("torch", "1.0")]
+)
+@pytest.mark.parametrize("resume", [False, True], ids=["anew", "resume"])
+def test_bench_adds_to_no_records_of_another_machine(tmp_path, field, other, resume):
+    path = tmp_path / "figures.json"
+    arguments = [*BENCH, "--contender", "eager", "--layout", "nchw", "--device", "cpu"]
+    arguments += ["--output", str(path), "--commit", "abc"]
+    invoke(*arguments)
+    content = json.loads(path.read_text())
+    here, content["header"][field] = content["header"][field], other
+    path.write_text(json.dumps(content))
+    line = refused(*arguments, *(["--resume"] if resume else []))
+    assert "'--output': got " in line
+    assert f"measured with {field} {other}; expected one measured with {field} {here}" in line
+    assert json.loads(path.read_text()) == content
+
+
 def test_bench_refuses_to_resume_nothing():
     assert "'--resume'" in refused(*BENCH, "--resume")
 

@@ -18,7 +18,7 @@ from fusedconv.benchmark.contenders import CONTENDERS, Rewrite
 from fusedconv.benchmark.layers import LAYERS, LayerWorkload
 from fusedconv.benchmark.measuring import device_facts, kernel_name, precision_mode
 from fusedconv.benchmark.problems import cell_problems
-from fusedconv.benchmark.records import METHOD, check_writable, header, read
+from fusedconv.benchmark.records import METHOD, OtherMachineError, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
 from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, Suite, default_device
 from fusedconv.benchmark.summary import Summary, lines, summaries, times
@@ -44,6 +44,7 @@ __all__ = [
     "LayerWorkload",
     "NormWorkload",
     "Observer",
+    "OtherMachineError",
     "Rewrite",
     "Suite",
     "Summary",

@@ -89,6 +89,12 @@ gradient written.
 KEY = ("workload", "pass", "dtype", "precision", "layout", "contender")
 #: What summaries and plots read of them.
 FIELDS = (*KEY, "shape", "median_ms", "floor_ms")
+#: What a header says of where its records were measured; a file holds those of one such place.
+MACHINE = ("device", "threads", "instruction_set", "torch", "cudnn")
+
+
+class OtherMachineError(ValueError):
+    """A file whose records were measured on another device or by another torch."""
 
 
 def git_commit() -> str:
@@ -157,6 +163,22 @@ def check_writable(path: Path, key: Sequence[str] = KEY) -> None:
     partial = _partial(path)
     partial.touch()
     partial.unlink()
+
+
+def check_machine(path: Path, head: Mapping[str, Any]) -> None:
+    """OtherMachineError where the file's header names another device, torch or cuDNN than
+    ``head``."""
+    known = load(path)["header"]
+    differing = [name for name in MACHINE if known.get(name) != head.get(name)]
+
+    def said(header: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {header.get(name) or 'unknown'}" for name in differing)
+
+    if differing:
+        raise OtherMachineError(
+            f"output: got {path}, measured with {said(known)}; expected one measured with "
+            f"{said(head)}, or a new one"
+        )
 
 
 def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:

@@ -342,7 +342,9 @@ def run(
     record of this commit and size. A peer that fails is recorded with its error.
 
     Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
-    nothing can be measured, before anything runs, and ContenderError where fusedconv fails.
+    nothing can be measured, before anything runs but the device's rates, and ContenderError where
+    fusedconv fails. The records of ``output`` are of one device and torch: OtherMachineError where
+    these are others.
     """
     if output is not None:
         files.check_writable(output)
@@ -362,12 +364,6 @@ def run(
     waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
     commit = commit or files.git_commit()
     size = "small" if small else chosen.size
-    if resume:
-        waiting = deque(_left(waiting, output, commit, size))
-    watch.planned(sum(job.count for job in waiting))
-    if not waiting:
-        return []
-    total = sum(job.expected(seconds) for job in waiting)
     children = _Children()
     common = {
         "device": kind,
@@ -385,6 +381,14 @@ def run(
         found = {"device": device_facts(torch.device(kind), None), "rates": {}}
     head = files.header(found["device"], commit, found["rates"], chosen.method)
     common["rates"] = found["rates"]
+    if output is not None and output.exists():
+        files.check_machine(output, head)
+    if resume:
+        waiting = deque(_left(waiting, output, commit, size))
+    watch.planned(sum(job.count for job in waiting))
+    if not waiting:
+        return []
+    total = sum(job.expected(seconds) for job in waiting)
 
     events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
     threads = [

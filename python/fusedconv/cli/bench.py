@@ -245,8 +245,12 @@ def bench(context: click.Context, /, **options: Any) -> None:
         )
         benchmark.jobs(options["contenders"], cells, 1, suite.seconds, device.type)
     output: Path | None = options["output"]
-    with observer(console(), summary) as watch:
-        measured = benchmark.run(observer=watch, **options)
+    try:
+        with observer(console(), summary) as watch:
+            measured = benchmark.run(observer=watch, **options)
+    except benchmark.OtherMachineError as error:
+        message = str(error).removeprefix("output: ")
+        raise click.BadParameter(message, param_hint="'--output'") from error
     if output is not None and output.exists():
         measured = benchmark.read(output)
     for line in benchmark.lines(measured):

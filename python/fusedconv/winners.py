@@ -103,7 +103,8 @@ def _device_name(device: Device) -> str:
 
 
 @functools.cache
-def _build() -> str:
+def build() -> str:
+    """The version, with what tells this build of it from others."""
     facts = json.dumps(_C.build, sort_keys=True, default=str).encode()
     return f"{_C.build['version']}, build {hashlib.sha256(facts).hexdigest()[:12]}"
 
@@ -111,7 +112,7 @@ def _build() -> str:
 def _versions(device: Device) -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
     return {
-        "fusedconv": _build(),
+        "fusedconv": build(),
         "torch": torch.__version__,
         "cudnn": None if cudnn is None else str(cudnn),
     }

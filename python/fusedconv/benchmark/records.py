@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import fusedconv
+from fusedconv import winners
 from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.workloads import WORKLOADS
 
@@ -92,20 +93,28 @@ FIELDS = (*KEY, "shape", "median_ms", "floor_ms")
 #: What a header says of where its records were measured; a file holds those of one such place.
 MACHINE = ("device", "threads", "instruction_set", "torch", "cudnn")
 
+#: Where the package lies in a checkout of its repository.
+_IN_CHECKOUT = "python/fusedconv/__init__.py"
+
 
 class OtherMachineError(ValueError):
     """A file whose records were measured on another device or by another torch."""
 
 
-def git_commit() -> str:
-    """HEAD of the repository in the working directory, "unknown" where there is none."""
+def source_commit() -> str:
+    """HEAD of the checkout that the package is imported from. Where it is from none, as an
+    installed one is even below somebody's checkout: its version."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(fusedconv.__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
+        if git("ls-files", "--full-name", "__init__.py") == _IN_CHECKOUT:
+            return git("rev-parse", "--short", "HEAD")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+        pass
+    return fusedconv.__version__
 
 
 def header(
@@ -118,8 +127,8 @@ def header(
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "fusedconv": fusedconv.__version__,
-        "commit": commit or git_commit(),
+        "fusedconv": winners.build(),
+        "commit": commit or source_commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "rates": rates,
         "method": (method or METHOD).strip(),
@@ -182,8 +191,8 @@ def check_machine(path: Path, head: Mapping[str, Any]) -> None:
 
 
 def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
-    """The cells and contenders of which a file holds a record made at ``commit``, at a ``size`` of
-    ``models.SIZES``; one that failed before it had a shape is of any."""
+    """The cells and contenders of which a file holds a record made by this build at ``commit``, at
+    a ``size`` of ``models.SIZES``; one that failed before it had a shape is of any."""
 
     def is_of_size(record: Mapping[str, Any]) -> bool:
         workload, shape = WORKLOADS.get(record["workload"]), record.get("shape")
@@ -192,7 +201,9 @@ def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
     return {
         (Cell.of(record), record["contender"])
         for record in read(path)
-        if record.get("run", "").split()[-1:] == [commit] and is_of_size(record)
+        if record.get("run", "").split()[-1:] == [commit]
+        and record.get("fusedconv") == winners.build()
+        and is_of_size(record)
     }
 
 

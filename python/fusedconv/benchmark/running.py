@@ -339,7 +339,7 @@ def run(
     same time, the first alone by default; what else is None is as ``SUITES`` says for ``suite`` and
     the device. ``seconds`` of timing per record, ``least`` repetitions at least; ``small`` takes
     sizes that run in moments. ``resume`` leaves out the cells of which ``output`` holds every
-    record of this commit and size. A peer that fails is recorded with its error.
+    record of this commit, build and size. A peer that fails is recorded with its error.
 
     Raises OSError or ValueError where ``output`` cannot be written or added to and ValueError where
     nothing can be measured, before anything runs but the device's rates, and ContenderError where
@@ -362,7 +362,7 @@ def run(
     )
     contenders = chosen.contenders if contenders is None else contenders
     waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
-    commit = commit or files.git_commit()
+    commit = commit or files.source_commit()
     size = "small" if small else chosen.size
     children = _Children()
     common = {
@@ -413,7 +413,8 @@ def run(
             else:
                 new, job = value
                 stamp = f"{head['date']} {head['commit']}"
-                records += [{**record, "run": stamp} for record in new]
+                by = {"run": stamp, "fusedconv": head["fusedconv"]}
+                records += [{**record, **by} for record in new]
                 if output is not None:
                     files.write(output, head, records)
                 for record in records[-len(new) :]:

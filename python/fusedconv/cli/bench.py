@@ -196,7 +196,11 @@ def _kernels(
     "--least", type=click.IntRange(min=1), help=_by_suite("least", "Repetitions at least")
 )
 @click.option("--small", is_flag=True, help="Sizes that run in moments.")
-@click.option("--commit", help="What the header says; git's HEAD by default.")
+@click.option(
+    "--commit",
+    help="What the header says; by default HEAD of the checkout that fusedconv is imported from, "
+    "or its version.",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -206,8 +210,8 @@ def _kernels(
 @click.option(
     "--resume",
     is_flag=True,
-    help="Leave out the cells that the output holds of this commit and size, with --kernels the "
-    "problems that it holds of this device, build and versions.",
+    help="Leave out the cells that the output holds of this commit, build and size, with "
+    "--kernels the problems that it holds of this device, build and versions.",
 )
 @click.pass_context
 def bench(context: click.Context, /, **options: Any) -> None:

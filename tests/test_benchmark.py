@@ -296,6 +296,25 @@ def test_cells_leave_out_what_is_the_same():
     assert Cell.of(cell.fields()) == cell
 
 
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"workloads": ["nope"]}, r"^workloads: got 'nope', expected one of system1, "),
+        ({"precisions": ["nope"]}, r"^precisions: got 'nope', expected one of tf32, "),
+        ({"layouts": ["nope"]}, r"^layouts: got 'nope', expected one of nchw, nhwc$"),
+        ({"passes": ["nope"]}, r"^passes: got 'nope', expected one of forward, "),
+    ],
+)
+def test_unknown_names_of_cells_are_refused(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        select_cells(**chosen)
+
+
+def test_unknown_contenders_are_refused():
+    with pytest.raises(ValueError, match=r"^contenders: got 'nope', expected one of fusedconv, "):
+        benchmark.run(None, **{**SMALL, "contenders": ["nope"]})
+
+
 def test_floors():
     rates = {"copy": 4e12, "tf32": 3e14, "fp32": 5e13, "fp16": 6e14, "bf16": 6e14}
     gigabyte = 10**9

@@ -393,6 +393,18 @@ def test_bench_refuses_contenders_that_take_no_part():
     assert "'--contender': got rewrite, eager_cudnn_benchmark, expected one at least" in line
 
 
+@pytest.mark.parametrize("kernels", [[], ["--kernels", "all"]], ids=["contenders", "kernels"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--suite layers --precision tf32", "'--precision': got tf32, expected another one"),
+        ("--workload hifigan8 --layout nhwc", "'--layout': got nhwc, expected nchw"),
+    ],
+)
+def test_bench_says_what_leaves_no_cell(arguments, message, kernels):
+    assert message in refused("bench", "--device", "cpu", "--small", *arguments.split(), *kernels)
+
+
 @pytest.fixture
 def measures_nothing(monkeypatch):
     def run(*arguments, **settings):

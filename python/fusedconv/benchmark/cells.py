@@ -58,6 +58,14 @@ class Cell:
         return cls(fields["workload"], fields["precision"], fields["layout"], fields["pass"])
 
 
+def check_names(argument: str, values: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for a value that is not known."""
+    known = tuple(known)
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{argument}: got {value!r}, expected one of {', '.join(known)}")
+
+
 def select_cells(
     workloads: Iterable[str] = tuple(SYSTEMS),
     precisions: Iterable[str] = PRECISIONS,
@@ -66,8 +74,16 @@ def select_cells(
     device: str = "cuda",
 ) -> list[Cell]:
     """All combinations; TF32 is left out without a convolution and on any ``device`` (its type)
-    but CUDA, where it is the same as fp32, and channels last where the input has no such layout."""
-    precisions, layouts, passes = tuple(precisions), tuple(layouts), tuple(passes)
+    but CUDA, where it is the same as fp32, and channels last where the input has no such layout.
+
+    Raises ValueError for an unknown name, and where all that was chosen is left out.
+    """
+    workloads, precisions = tuple(workloads), tuple(precisions)
+    layouts, passes = tuple(layouts), tuple(passes)
+    check_names("workloads", workloads, WORKLOADS)
+    check_names("precisions", precisions, PRECISIONS)
+    check_names("layouts", layouts, LAYOUTS)
+    check_names("passes", passes, PASSES)
     every = [
         Cell(workload, precision, layout, pass_)
         for workload in workloads
@@ -75,12 +91,17 @@ def select_cells(
         for layout in layouts
         for pass_ in passes
     ]
-    return [
-        cell
-        for cell in every
-        if (cell.precision != "tf32" or (cell.convolves and device == "cuda"))
-        and (cell.layout == "nchw" or cell.has_layouts)
+    precise = [
+        cell for cell in every if cell.precision != "tf32" or (cell.convolves and device == "cuda")
     ]
+    cells = [cell for cell in precise if cell.layout == "nchw" or cell.has_layouts]
+    if every and not precise:
+        raise ValueError(
+            "precisions: got tf32, expected another one, as convolutions on CUDA alone have it"
+        )
+    if precise and not cells:
+        raise ValueError("layouts: got nhwc, expected nchw, as no chosen input has channels last")
+    return cells
 
 
 def memory_format(axes: int, layout: str) -> torch.memory_format:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fusedconv.benchmark import records as files
-from fusedconv.benchmark.cells import LAYOUTS, Cell, select_cells
+from fusedconv.benchmark.cells import LAYOUTS, Cell, check_names, select_cells
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.measuring import device_facts, failed
 from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, default_device, interleaved
@@ -107,9 +107,10 @@ def jobs(
     several devices also one a workload, and one a precision of those that would keep a device
     longer than half its share, longest first.
 
-    Raises ValueError where no contender takes part in any of the cells.
+    Raises ValueError where a contender is unknown or none takes part in any of the cells.
     """
     names = tuple(dict.fromkeys(contenders))
+    check_names("contenders", names, CONTENDERS)
     known = [CONTENDERS[name] for name in names]
     if interleaved(kind):
         result = _interleaved(known, chosen, kind)

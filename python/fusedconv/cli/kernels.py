@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from fusedconv import benchmark, winners
 from fusedconv.benchmark import kernels
 from fusedconv.benchmark.regret import Regret, regrets, summaries, title
-from fusedconv.cli.options import console
+from fusedconv.cli.options import console, naming_options
 from fusedconv.cli.progress import observer
 from fusedconv.cli.shapes import problems_of_file
 from fusedconv.selection import forced_kernels
@@ -61,13 +61,14 @@ def _of_file(path: Path, device: torch.device) -> list[kernels.Source]:
 
 def _of_suite(options: dict[str, Any], device: torch.device) -> Iterator[kernels.Source]:
     suite = benchmark.SUITES[options["suite"]][device.type]
-    cells = benchmark.select_cells(
-        options["workloads"] or suite.workloads,
-        options["precisions"] or suite.precisions,
-        options["layouts"],
-        options["passes"] or suite.passes,
-        device.type,
-    )
+    with naming_options():
+        cells = benchmark.select_cells(
+            options["workloads"] or suite.workloads,
+            options["precisions"] or suite.precisions,
+            options["layouts"],
+            options["passes"] or suite.passes,
+            device.type,
+        )
     size = "small" if options["small"] else suite.size
     for cell in cells:
         find = functools.partial(benchmark.cell_problems, cell, device, size)

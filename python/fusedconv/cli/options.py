@@ -84,6 +84,8 @@ _OPTIONS = {
     "input": "spatial",
     "weight": "kernel-size",
     "contenders": "contender",
+    "precisions": "precision",
+    "layouts": "layout",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 
@@ -61,6 +62,24 @@ def test_an_installed_package_has_no_commit_of_the_repository_around_it(reposito
 def test_without_git_the_version_stands_for_the_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert files.source_commit() == fusedconv.__version__
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_that_a_link_leads_to_is_written(tmp_path):
+    path, beside = tmp_path / "figures.json", tmp_path / "beside.json"
+    path.symlink_to(beside)
+    files.check_writable(path)
+    files.write(path, {}, [])
+    assert path.is_symlink()
+    assert files.read(beside) == []
+
+
+def test_a_pipe_is_no_output(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="Not a regular file"):  # and is not read
+        files.check_writable(tmp_path / "pipe")
 
 
 # ---- builds --------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ LAYERS = (
     "validation",
     "recording",
     "timing",
+    "replacing",
     "winners",
     "plan",
     "reference",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,48 @@ def test_a_write_that_fails_leaves_the_former_file(monkeypatch):
     assert {path.name for path in winners.path().parent.iterdir()} <= {
         winners.path().name, f"{winners.path().name}.lock"
     }  # fmt: skip
+
+
+def test_a_file_that_a_link_leads_to_is_written(folder, tmp_path):
+    folder.mkdir(parents=True)
+    beside = tmp_path / "beside.json"
+    winners.path().symlink_to(beside)
+    winners.store(FORWARD, PROCESSOR, SERVED)
+    winners.store(BACKWARD, PROCESSOR, DIVIDED)
+    assert winners.path().is_symlink()
+    assert not beside.is_symlink()
+    assert len(winners.read(beside)) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("folder", "Is a directory"),
+        ("pipe", "Not a regular file"),
+        ("link to the pipe", "Not a regular file"),
+        ("circle", "Too many levels of symbolic links"),
+        ("nowhere/exported.json", "No such file or directory"),
+    ],
+)
+def test_what_is_no_file_is_not_replaced(tmp_path, place, message):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to the pipe").symlink_to(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match=message):
+        winners.write(tmp_path / place, {})
+    assert sorted(tmp_path.iterdir()) == before
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_an_export_to_what_is_no_file_ends_in_one_line(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert invoke("cache", "export", pipe, status=1) == f"Error: {pipe}: Not a regular file\n"
+    file = tmp_path / "nowhere" / "exported.json"
+    output = invoke("cache", "export", file, status=1)
+    assert output == f"Error: {file}: No such file or directory\n"
 
 
 # ---- many processes ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import secrets
 import sys
 import threading
 import warnings
@@ -29,6 +28,7 @@ from fusedconv import _C
 from fusedconv.device import PROCESSOR, Device, processor_name
 from fusedconv.precision import dtype_name
 from fusedconv.problem import Problem
+from fusedconv.replacing import replacing, target
 
 #: The folder of the file, in place of the user's cache folder.
 FOLDER_VARIABLE = "FUSEDCONV_CACHE_DIR"
@@ -197,7 +197,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def write(path: Path, entries: Mapping[str, Entry]) -> None:
-    """Writes a file at once: a reader finds the former one or this one."""
+    """Writes a file, at once. Raises OSError where that cannot be."""
 
     def piece(parts: tuple[str, ...], kernel: str) -> dict[str, Any]:
         return {"parts": list(parts), "kernel": kernel}
@@ -217,15 +217,8 @@ def write(path: Path, entries: Mapping[str, Entry]) -> None:
             for _, each in sorted(entries.items())
         ]
     }
-    # Not by tempfile, whose files no other user may read, whatever the umask says.
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    try:
-        with partial.open("x") as file:
-            json.dump(content, file)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        json.dump(content, file)
 
 
 # ---- the process's file --------------------------------------------------------------------------
@@ -285,10 +278,10 @@ def kept(problem: Problem, device: Device) -> Winner | None:
 
 def change(changed: Callable[[dict[str, Entry]], dict[str, Entry]]) -> None:
     """Replaces what is kept by what ``changed`` makes of it, other processes locked out meanwhile.
-    Raises OSError (TimeoutError too) where the folder cannot be written."""
+    Raises OSError (TimeoutError too) where the file cannot be written."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{file}.lock", timeout=_WAIT_SECONDS):
+    with filelock.FileLock(f"{target(file)}.lock", timeout=_WAIT_SECONDS):
         write(file, changed(_read_leniently(file)))
     forget()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import fusedconv
 from fusedconv import winners
 from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.workloads import WORKLOADS
+from fusedconv.replacing import replacing, target
 
 #: How the benchmark measures on GPUs.
 METHOD = """\
@@ -164,12 +163,11 @@ def read(path: Path, key: Sequence[str] = KEY) -> list[dict[str, Any]]:
 def check_writable(path: Path, key: Sequence[str] = KEY) -> None:
     """Makes the folder. Raises OSError where the file cannot be written, ValueError where another
     one is in its place."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    place = target(path)
     if path.exists():
         read(path, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(f"{place.name}.partial")
     partial.touch()
     partial.unlink()
 
@@ -207,10 +205,6 @@ def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
     }
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
-
-
 def write(
     path: Path,
     head: dict[str, Any],
@@ -227,6 +221,5 @@ def write(
     # A line a record: no larger than it must be, and differences are of records.
     lines = ",\n".join(map(json.dumps, kept.values()))
     entries.append(f'"records": [\n{lines}\n]')
-    partial = _partial(path)
-    partial.write_text("{" + ",\n".join(entries) + "}\n")
-    partial.replace(path)
+    with replacing(path) as file:
+        file.write("{" + ",\n".join(entries) + "}\n")

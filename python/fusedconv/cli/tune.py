@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -88,6 +88,20 @@ def cache() -> None:
     """What was tuned and is kept for later processes."""
 
 
+def _of_file(file: Path, error: Exception) -> click.ClickException:
+    """An error of reading or writing a file, as a command's."""
+    why = error.strerror if isinstance(error, OSError) else None
+    return click.ClickException(f"{file}: {why or error}")
+
+
+def _change(changed: Callable[[dict[str, winners.Entry]], dict[str, winners.Entry]]) -> None:
+    """``winners.change``, as a command does it."""
+    try:
+        winners.change(changed)
+    except OSError as error:
+        raise _of_file(winners.path(), error) from error
+
+
 def _kept() -> dict[str, winners.Entry]:
     """What is kept; a file that is damaged or cannot be read is an error."""
     file = winners.path()
@@ -96,7 +110,7 @@ def _kept() -> dict[str, winners.Entry]:
     except FileNotFoundError:
         return {}
     except (winners.DamagedFileError, OSError) as error:
-        raise click.ClickException(f"{file}: {error}") from error
+        raise _of_file(file, error) from error
 
 
 @cache.command("path")
@@ -137,7 +151,7 @@ def export(file: Path) -> None:
     try:
         winners.write(file, entries)
     except OSError as error:
-        raise click.ClickException(f"{file}: {error}") from error
+        raise _of_file(file, error) from error
     click.echo(f"{len(entries)} problems")
 
 
@@ -147,16 +161,13 @@ def import_(file: Path) -> None:
     """Adds what FILE holds, in place of what is kept of the same problems."""
     try:
         added = winners.read(file)
-        winners.change(lambda known: {**known, **added})
     except (winners.DamagedFileError, OSError) as error:
-        raise click.ClickException(f"{file}: {error}") from error
+        raise _of_file(file, error) from error
+    _change(lambda known: {**known, **added})
     click.echo(f"{len(added)} problems")
 
 
 @cache.command()
 def clear() -> None:
     """Forgets everything."""
-    try:
-        winners.change(lambda known: {})
-    except OSError as error:
-        raise click.ClickException(str(error)) from error
+    _change(lambda known: {})

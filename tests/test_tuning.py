@@ -346,7 +346,6 @@ def test_a_winner_outlives_its_process(toys, monkeypatch):
         ((("forward",), "gone"),),
         ((("backward",), "measured"),),
         ((("forward",), "measured"),) * 2,
-        (),
     ],
     ids=str,
 )

@@ -130,6 +130,8 @@ DAMAGED = {
     "a problem that is code": lambda: with_entry(problem="__import__('os').system('true')"),
     "a number for a name": lambda: with_entry(pieces=[{"parts": ["forward"], "kernel": 3}]),
     "a text for parts": lambda: with_entry(pieces=[{"parts": "forward", "kernel": "torch"}]),
+    "no kernels": lambda: with_entry(pieces=[]),
+    "a kernel of no parts": lambda: with_entry(pieces=[{"parts": [], "kernel": "torch"}]),
     "control characters": lambda: with_entry(summary="\x1b]0;title\x07"),
     "a long text": lambda: with_entry(device="x" * 5000),
     "times that are not": lambda: with_entry(
@@ -318,11 +320,15 @@ def test_a_damaged_file_is_not_shown_or_exported_as_if_nothing_were_kept(tmp_pat
     assert file.read_text() == "before"
 
 
-def test_a_damaged_file_is_not_imported(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a list", "expected fields entries"), ("no kernels", "expected a kernel at least")],
+)
+def test_a_damaged_file_is_not_imported(tmp_path, name, message):
     winners.store(FORWARD, PROCESSOR, SERVED)
     file = tmp_path / "damaged.json"
-    file.write_text("{}")
-    assert "expected fields entries" in invoke("cache", "import", file, status=1)
+    file.write_bytes(DAMAGED[name]())
+    assert invoke("cache", "import", file, status=1) == f"Error: {file}: {message}\n"
     assert kept(FORWARD) == SERVED
 
 

@@ -149,7 +149,8 @@ def _list(value: Any) -> list[Any]:
 
 
 def _piece(parts: Any, kernel: Any) -> Piece:
-    return tuple(_text(part) for part in _list(parts)), _text(kernel)
+    _expect(bool(_list(parts)), "a part at least")
+    return tuple(_text(part) for part in parts), _text(kernel)
 
 
 def _time(value: Any) -> tuple[Piece, float]:
@@ -166,13 +167,14 @@ def _entry(value: Any) -> Entry:
     )
     _expect(isinstance(problem, dict), "a problem's fields")
     _expect(isinstance(versions, dict), "versions by name")
+    _expect(bool(_list(pieces)), "a kernel at least")
     return Entry(
         problem,
         _text(device),
         {_text(k): None if v is None else _text(v) for k, v in versions.items()},
         _text(summary),
         Winner(
-            tuple(_piece(*_fields(piece, "parts", "kernel")) for piece in _list(pieces)),
+            tuple(_piece(*_fields(piece, "parts", "kernel")) for piece in pieces),
             dict(map(_time, _list(times))),
         ),
     )

@@ -332,6 +332,16 @@ def test_a_damaged_file_is_not_imported(tmp_path, name, message):
     assert kept(FORWARD) == SERVED
 
 
+def test_a_damaged_file_is_warned_of_in_a_line(folder):
+    folder.mkdir(parents=True)
+    winners.path().write_text("{}")
+    shown = python("-m", "fusedconv", "explain", "--device", "cpu")  # of which pytest hears nothing
+    assert shown.returncode == 0
+    assert shown.stderr == (
+        f"Warning: {winners.path()}: tuned kernels are ignored: expected fields entries\n"
+    )
+
+
 def test_a_file_of_shapes_is_tuned(tmp_path):
     file = tmp_path / "shapes"
     file.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,18 +25,31 @@ def console() -> Console:
     return Console(width=None if Console().is_terminal else 140)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(message: object) -> str:
     """A message, its further lines joined to the first one."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in str(message).splitlines()]
     return " ".join((lines[0], "; ".join(dict.fromkeys(lines[1:])))).strip() if lines else ""
 
 
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Warnings are shown without the place in the source that warns."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"Warning: {_one_line(message)}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 class Commands(click.Group):
-    """What the machine or its settings refuse ends in a line, not in a traceback."""
+    """What the machine or its settings refuse ends in a line, not in a traceback, and warnings are
+    lines too."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
-            return super().invoke(context)
+            with _warnings_as_lines():
+                return super().invoke(context)
         except (NoKernelError, PluginError, KernelError, benchmark.ContenderError) as error:
             raise click.ClickException(_one_line(error)) from error
 

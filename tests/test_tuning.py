@@ -214,6 +214,9 @@ def test_empty_tensors_are_not_timed(toys):
     with fusedconv.autotune():
         normalise(batch=0)
     assert toys[1].runs == 0
+    refusal = tuning.tune_problem(problem(batch=0, conv=None), CPU)
+    assert not refusal
+    assert refusal.reason == "its tensors are empty"
 
 
 # ---- who looks on --------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ def test_the_parts_of_a_backward_pass_are_divided_by_their_times(monkeypatch):
     )
     backward = backward_problem()
     assert choose(backward, PROCESSOR).by == "cost"
-    tuning.tune_problem(backward, CPU)
+    assert tuning.tune_problem(backward, CPU)
     choice = choose(backward, PROCESSOR)
     assert choice.by == "tuned"
     assert [(piece.parts, candidate.kernel.name) for piece, candidate in choice.chosen] == [
@@ -354,7 +357,7 @@ def test_a_kept_winner_that_does_not_serve_is_passed_over(toys, pieces, caplog):
     caplog.set_level(logging.INFO, "fusedconv")
     assert choose(PROBLEM, PROCESSOR).by == "cost"
     assert "passed over" in caplog.text
-    tuning.tune_problem(PROBLEM, CPU)
+    assert tuning.tune_problem(PROBLEM, CPU)
     assert choose(PROBLEM, PROCESSOR).by == "tuned"
 
 

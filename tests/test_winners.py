@@ -408,7 +408,7 @@ def test_tuning_that_nothing_keeps_fails(monkeypatch, tmp_path):
     file.write_text(SHAPE)
     monkeypatch.setenv("FUSEDCONV_CACHE_DIR", str(file))
     output = invoke("tune", file, "--device", "cpu", status=1)
-    assert "Error: 1 of 1 problems could not be timed or kept" in output
+    assert "(tuned), not kept\nError: 1 of 1 problems could not be timed or kept" in output
 
 
 def test_tuning_that_finds_no_memory_fails(monkeypatch, tmp_path):
@@ -419,7 +419,34 @@ def test_tuning_that_finds_no_memory_fails(monkeypatch, tmp_path):
     file = tmp_path / "shapes"
     file.write_text(SHAPE)
     output = invoke("tune", file, "--device", "cpu", status=1)
-    assert "(cost)\nError: 1 of 1 problems could not be timed or kept" in output
+    assert "(cost), not tuned: out of memory\nError: 1 of 1 problems could not be" in output
+
+
+def test_a_problem_that_cannot_be_timed_is_given_with_the_reason(tmp_path):
+    file = tmp_path / "shapes"
+    file.write_text(SHAPE.replace('"batch": 1', '"batch": 0') + SHAPE)
+    first, second, last = invoke("tune", file, "--device", "cpu", status=1).splitlines()
+    assert first.endswith(", not tuned: its tensors are empty")
+    assert second.endswith("(tuned)")
+    assert last.startswith("Error: 1 of 2 problems could not be timed or kept in ")
+
+
+def test_a_problem_of_two_lines_is_one(tmp_path, monkeypatch):
+    file = tmp_path / "shapes"
+    file.write_text(SHAPE * 2)
+    assert len(invoke("tune", file, "--device", "cpu").splitlines()) == 1
+    monkeypatch.setattr(tuning, "measure", lambda problem, device: None)
+    invoke("cache", "clear")
+    selection._tuned.clear()
+    output = invoke("tune", file, "--device", "cpu", status=1)
+    assert "not tuned: no kernel that serves it could be run\nError: 1 of 1 problems" in output
+
+
+def test_a_file_of_shapes_is_read_before_anything_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "measure", lambda *arguments: pytest.fail("timed"))
+    file = tmp_path / "shapes"
+    file.write_text(f"{SHAPE}nonsense\n")
+    assert "line 2: " in invoke("tune", file, "--device", "cpu", status=2)
 
 
 def test_nothing_is_tuned_where_a_kernel_is_forced(force):

@@ -21,6 +21,7 @@ from fusedconv.kernels.torch import TorchForward
 from fusedconv.layout import dense, dense_strides
 from fusedconv.plan import BackwardKernel, BackwardTensors, Candidate, ForwardKernel
 from fusedconv.problem import BackwardProblem, ForwardProblem, Problem, Residual
+from fusedconv.support import Support
 from fusedconv.timing import Call, Clock, Timing
 from fusedconv.winners import Piece, Winner
 
@@ -278,40 +279,48 @@ _timing = threading.RLock()
 _is_timing = False
 
 
-def _can_be_timed(problem: Problem, device: torch.device) -> bool:
+def _can_be_timed(problem: Problem, device: torch.device) -> Support:
     forward = problem if isinstance(problem, ForwardProblem) else problem.forward
     if not forward.input_elements or not forward.output_elements:
-        return False
-    if device.type == "cuda":
-        return not torch.cuda.is_current_stream_capturing()
-    return device.type == "cpu"
+        return Support.no("its tensors are empty")
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return Support.no("a CUDA graph is captured")
+    if device.type not in ("cuda", "cpu"):
+        return Support.no(f"kernels are timed on CUDA and on processors, not on {device.type}")
+    return Support.yes()
 
 
-def tune_problem(problem: Problem, device: torch.device) -> None:
+def tune_problem(problem: Problem, device: torch.device) -> Support:
     """Times a problem's kernels, uses the fastest from then on and keeps it, unless a winner is
-    known or the problem cannot be timed. Where memory does not suffice the log says so."""
+    known. Whether one is then, or why none could be timed; the log says where memory does not
+    suffice."""
     global _is_timing
     record = device_record(device)
-    if not _can_be_timed(problem, device) or selection.is_tuned(problem, record):
-        return
+    timeable = _can_be_timed(problem, device)
+    if not timeable or selection.is_tuned(problem, record):
+        return timeable
     # A thread that computes a backward pass may be what the timing one waits for.
     if not _timing.acquire(timeout=_WAIT_SECONDS):
-        return
+        return Support.no(f"another thread was timing for {_WAIT_SECONDS:.0f} seconds")
     try:
         # Another thread was there first, or a kernel being timed calls an operator.
-        if _is_timing or selection.is_tuned(problem, record):
-            return
+        if selection.is_tuned(problem, record):
+            return Support.yes()
+        if _is_timing:
+            return Support.no("a kernel that is timed asks for it")
         _is_timing = True
         try:
             winner = measure(problem, device)
         except RuntimeError as error:
             logger.info("%s is not tuned: %s", problem, error)
-            return
+            return Support.no(str(error))
         finally:
             _is_timing = False
-        if winner is not None:
-            selection.keep_winner(problem, record, winner)
-            winners.store(problem, record, winner)
+        if winner is None:
+            return Support.no("no kernel that serves it could be run")
+        selection.keep_winner(problem, record, winner)
+        winners.store(problem, record, winner)
+        return Support.yes()
     finally:
         _timing.release()
 

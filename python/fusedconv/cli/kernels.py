@@ -55,7 +55,7 @@ def _refuse(context: click.Context, options: dict[str, str], why: str) -> None:
 
 
 def _of_file(path: Path, device: torch.device) -> list[kernels.Source]:
-    found = list(problems_of_file(path, device, "'--suite'"))
+    found = problems_of_file(path, device, "'--suite'")
     return [kernels.Source(None, str(path), lambda: found)]
 
 

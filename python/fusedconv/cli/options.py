@@ -25,7 +25,7 @@ def console() -> Console:
     return Console(width=None if Console().is_terminal else 140)
 
 
-def _one_line(message: object) -> str:
+def one_line(message: object) -> str:
     """A message, its further lines joined to the first one."""
     lines = [line.strip() for line in str(message).splitlines()]
     return " ".join((lines[0], "; ".join(dict.fromkeys(lines[1:])))).strip() if lines else ""
@@ -35,7 +35,7 @@ def _one_line(message: object) -> str:
 def _warnings_as_lines() -> Iterator[None]:
     """Warnings are shown without the place in the source that warns."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"Warning: {_one_line(message)}\n"
+    warnings.formatwarning = lambda message, *_: f"Warning: {one_line(message)}\n"
     try:
         yield
     finally:
@@ -51,7 +51,7 @@ class Commands(click.Group):
             with _warnings_as_lines():
                 return super().invoke(context)
         except (NoKernelError, PluginError, KernelError, benchmark.ContenderError) as error:
-            raise click.ClickException(_one_line(error)) from error
+            raise click.ClickException(one_line(error)) from error
 
 
 def check_settings() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,11 @@ def _lines(path: Path, hint: str) -> list[str]:
         raise click.BadParameter(f"{path}: {error}", param_hint=hint) from error
 
 
-def problems_of_file(path: Path, device: torch.device, hint: str) -> Iterator[Problem]:
-    """The problems that a file describes on a device; each line is a JSON object of ``explain``'s
-    options but those of the device. Raises click.BadParameter where one is not, or where there is
-    none, for the parameter that ``hint`` names."""
-    found = False
+def problems_of_file(path: Path, device: torch.device, hint: str) -> list[Problem]:
+    """The different problems that a file describes on a device; each line is a JSON object of
+    ``explain``'s options but those of the device. Raises click.BadParameter where one is not, or
+    where there is none, for the parameter that ``hint`` names."""
+    found: dict[Problem, None] = {}
     for number, line in enumerate(_lines(path, hint), 1):
         if not line.strip():
             continue
@@ -61,10 +60,10 @@ def problems_of_file(path: Path, device: torch.device, hint: str) -> Iterator[Pr
                 raise ValueError(f"got {fields!r}, expected an object")
             arguments = [*_options(fields), "--device", device.type]
             with explain.make_context("explain", arguments) as context:
-                yield from problems(context, **context.params)
-            found = True
+                found |= dict.fromkeys(problems(context, **context.params))
         except (ValueError, click.UsageError) as error:
             message = error.format_message() if isinstance(error, click.UsageError) else error
             raise click.BadParameter(f"line {number}: {message}", param_hint=hint) from error
     if not found:
         raise click.BadParameter(f"{path}: got no line, expected one a problem", param_hint=hint)
+    return list(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusedconv import benchmark, winners
-from fusedconv.cli.options import check_settings, console
+from fusedconv.cli.options import check_settings, console, one_line
 from fusedconv.cli.shapes import problems_of_file
 from fusedconv.device import device_record
 from fusedconv.models import SIZES
@@ -54,27 +54,31 @@ def tune(file: Path | None, suite: str | None, device: str | None, size: str | N
         raise click.BadParameter("torch sees no CUDA device", param_hint="'--device'")
     where = benchmark.default_device() if device is None else torch.device(device)
     record = device_record(where)
-    problems = []
-    for problem in _tuned(file, suite or benchmark.DEFAULT_SUITE, where, size):
+    if file is not None:
+        asked: Iterable[Problem] = problems_of_file(file, where, "'FILE'")
+    else:
+        asked = _of_suite(suite or benchmark.DEFAULT_SUITE, where, size)
+    tuned: dict[Problem, bool] = {}
+    for problem in asked:
+        if problem in tuned:
+            continue
+        timed = tune_problem(problem, where)
+        tuned[problem] = bool(timed) and winners.kept(problem, record) is not None
         explanation = explain_problem(problem, record)
-        click.echo(f"{problem}: {explanation.kernel} ({explanation.chosen_by})")
-        problems.append(problem)
-    lost = sum(winners.kept(problem, record) is None for problem in problems)
+        line = f"{problem}: {explanation.kernel} ({explanation.chosen_by})"
+        if not tuned[problem]:
+            line += ", not kept" if timed else f", not tuned: {one_line(timed.reason)}"
+        click.echo(line)
+    lost = sum(not each for each in tuned.values())
     if lost:
         raise click.ClickException(
-            f"{lost} of {len(problems)} problems could not be timed or kept in {winners.path()}"
+            f"{lost} of {len(tuned)} problems could not be timed or kept in {winners.path()}"
         )
 
 
-def _tuned(
-    file: Path | None, suite: str, device: torch.device, size: str | None
-) -> Iterator[Problem]:
-    """Problems, each tuned before it is given."""
-    if file is not None:
-        for problem in problems_of_file(file, device, "'FILE'"):
-            tune_problem(problem, device)
-            yield problem
-        return
+def _of_suite(suite: str, device: torch.device, size: str | None) -> Iterator[Problem]:
+    """Problems of a suite's workloads; those that can be are tuned by the calls that ask them, as
+    what a call asks next may depend on that."""
     chosen = benchmark.SUITES[suite][device.type]
     cells = benchmark.select_cells(
         chosen.workloads, chosen.precisions, passes=chosen.passes, device=device.type

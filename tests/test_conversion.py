@@ -121,6 +121,10 @@ def test_what_the_report_says(capsys):
     assert str(fusedconv.convert(model)) == str(report)
 
 
+def test_a_report_of_nothing_announces_nothing():
+    assert str(fusedconv.convert(nn.Linear(2, 2))) == "0 replacements are made in modules"
+
+
 # ---- what stays as it was ------------------------------------------------------------------------
 
 

@@ -122,7 +122,8 @@ class Conversion:
 
     def __str__(self) -> str:
         did = "would be" if self.dry_run else "are"
-        lines = [f"{len(self.modules)} replacements {did} made in modules:"]
+        end = ":" if self.modules else ""
+        lines = [f"{len(self.modules)} replacements {did} made in modules{end}"]
         lines += [f"    {each}" for each in self.modules]
         if self._followed:
             lines.append(f"{len(self._followed)} modules {did} followed when they are called:")

@@ -1,7 +1,5 @@
 """Prints the records of a results file as Markdown tables, times in milliseconds, of layers in us.
 
-usage: python benchmarks/table.py [benchmarks/results/h200.json]
-
 Systems have one row a cell; speed-ups are fusedconv's, as torch comes, over the better of the two
 eagers and over the best peer. GroupNorm workloads are many and small: their rows are geometric
 means of the speed-ups over a peer, the least one, and the share of cells below 0.95. Layers have
@@ -11,14 +9,14 @@ and the time until a call returned. Models have a row a cell, before and after c
 
 from __future__ import annotations
 
+import argparse
 import collections
-import json
 import statistics
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fusedconv.benchmark import LAYERS, NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.benchmark import records as files
 from fusedconv.benchmark import rows as gathered
 from fusedconv.benchmark.rows import Row
 from fusedconv.benchmark.summary import LEVEL
@@ -195,8 +193,25 @@ def print_models(records: list[dict]) -> None:
     )
 
 
-def main(path: Path) -> None:
-    records = json.loads(path.read_text())["records"]
+def main(arguments: Sequence[str] | None = None) -> None:
+    default = Path(__file__).parent / "results" / "h200.json"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "file",
+        type=Path,
+        nargs="?",
+        default=default,
+        help="as fusedconv bench or published_models.py writes it (default: results/h200.json)",
+    )
+    path: Path = parser.parse_args(arguments).file
+    try:
+        records = files.read(path, (*files.KEY, "median_ms"))
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error).removeprefix("output: "))
     if records and records[0]["contender"] in ("original", "converted"):
         print_models(records)
         return
@@ -214,5 +229,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    default = Path(__file__).parent / "results" / "h200.json"
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    main()

@@ -426,9 +426,32 @@ def test_agreement_of_the_small_sizes(tmp_path, capsys):
 def table_of(tmp_path, capsys, records) -> list[str]:
     """The lines that the table prints of a file with these records."""
     path = tmp_path / "figures.json"
-    path.write_text(json.dumps({"records": records}))
-    script("table").main(path)
+    path.write_text(json.dumps({"header": {}, "records": records}))
+    script("table").main([str(path)])
     return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "figures.json: No such file or directory"),
+        ("nonsense", "figures.json, expected a file of this benchmark's records"),
+        ('{"header": {}, "records": [{}]}', "expected a file of this benchmark's records"),
+    ],
+)
+def test_what_has_no_table_is_refused(tmp_path, capsys, content, message):
+    path = tmp_path / "figures.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        script("table").main([str(path)])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_table_says_what_it_prints(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        script("table").main(["--help"])
+    assert "Layers have\na table for each pass and precision" in capsys.readouterr().out
 
 
 def cells_of(line: str) -> list[str]:

@@ -250,7 +250,7 @@ def results(tmp_path):
 
 
 def test_the_table(results, capsys):
-    script("table").main(results)
+    script("table").main([str(results)])
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert lines == [
         "forward bf16",

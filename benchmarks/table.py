@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from fusedconv.benchmark import LAYERS, NORMS, Cell, Summary, lines, summaries, times
+from fusedconv.benchmark import LAYERS, NORMS, Cell, Summary, peer_summaries, summary_lines, times
 from fusedconv.benchmark import records as files
 from fusedconv.benchmark import rows as gathered
 from fusedconv.benchmark.rows import Row
@@ -96,7 +96,7 @@ def norm_key(part: str) -> Callable[[Cell], str]:
 
 def print_norms(records: list[dict]) -> None:
     """Speed-ups of all cells, and by dtype and layout, activation, and shape."""
-    found = summaries(times(records))
+    found = peer_summaries(times(records))
     rows: dict[str, dict[tuple[str, str], dict[Cell, float]]] = {}
     for part in ("all", "dtype and layout", "activation", "shape"):
         key = norm_key(part)
@@ -146,7 +146,7 @@ def print_layers(records: list[dict]) -> None:
     """A table for each pass and precision, the last row of geometric means."""
     for (pass_, precision), found in gathered.rows(records).items():
         peers = tuple(dict.fromkeys(name for row in found for name in row.peers))
-        speed_ups = gathered.summary(found)
+        speed_ups = gathered.best_peer_summary(found)
         shares = [row.share for row in found if row.share is not None]
         print(f"{pass_} {precision}\n")
         columns = ("layer", "floor", "fusedconv", "of the floor", "vs best peer", *peers)
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print()
         print_norms(norms)
         print()
-        print("\n".join(f"    {line}" for line in lines(norms)))
+        print("\n".join(f"    {line}" for line in summary_lines(norms)))
 
 
 if __name__ == "__main__":

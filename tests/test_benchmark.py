@@ -492,13 +492,13 @@ def test_summaries_count_what_is_slower():
     records = norm_records({SLOW: 0.5, FAST: 2.0, FASTEST: 8.0})
     records += norm_records({FAST: 0.96}, "compile")[1:]
     records.append({**records[0], "contender": "compile", "median_ms": None})
-    found = benchmark.summaries(benchmark.times(records))
+    found = benchmark.peer_summaries(benchmark.times(records))
     assert list(found) == [("forward", "eager"), ("forward", "compile")]
     eager, compiled = found.values()
     assert (eager.mean, eager.least, eager.slower) == (pytest.approx(2.0), 0.5, 1)
     assert eager.worst(3) == [(Cell(SLOW, "fp32", "nchw", "forward"), 0.5)]
     assert (compiled.slower, compiled.worst(3)) == (0, [])
-    assert benchmark.lines(records) == [
+    assert benchmark.summary_lines(records) == [
         "forward over eager: geometric mean 2.00x, least 0.50x, 1 of 3 cells below 0.95x",
         f"  0.50x {SLOW} forward fp32 nchw",
         "forward over compile: geometric mean 0.96x, least 0.96x, 0 of 1 cells below 0.95x",

@@ -14,7 +14,7 @@ from rich.console import Console
 import fusedconv
 from fusedconv import benchmark, registry
 from fusedconv.cli import main, progress
-from fusedconv.cli.bench import summary
+from fusedconv.cli.bench import record_line
 from fusedconv.cli.demo import _rows, _shape
 from fusedconv.models import SYSTEMS
 
@@ -455,7 +455,7 @@ def test_bench_shows_a_bar_on_a_terminal():
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=140)
     cell = benchmark.Cell.of(RECORD)
-    with progress.observer(console, summary) as observer:
+    with progress.observer(console, record_line) as observer:
         observer.planned(4)
         observer.began(f"{cell.title} eager")
         observer.measured(RECORD, 0.25)
@@ -468,7 +468,7 @@ def test_bench_shows_a_bar_on_a_terminal():
 
 
 def test_bench_writes_lines_elsewhere(capsys):
-    with progress.observer(Console(file=io.StringIO()), summary) as observer:
+    with progress.observer(Console(file=io.StringIO()), record_line) as observer:
         observer.planned(4)
         observer.began("system3")
         observer.measured(RECORD, 0.25)

@@ -15,7 +15,7 @@ from toys import Toy, ToyPlan, filled
 from fusedconv import benchmark, selection, tuning, winners
 from fusedconv import registry as registries
 from fusedconv.benchmark import kernels
-from fusedconv.benchmark.regret import fields, regrets, summaries
+from fusedconv.benchmark.regret import fields, regret_summaries, regrets
 from fusedconv.cli import main
 from fusedconv.device import PROCESSOR
 from fusedconv.winners import Winner
@@ -234,7 +234,7 @@ def test_regrets_before_and_after_tuning():
     records = [record_of(each, [SLOW], SLOW, FAST) for each in (tuned, untuned)]
     found = regrets(records, {kept.key: kept})
     assert [(each.ratio, each.tuned_ratio) for each in found] == [(1.5, 1.0), (1.5, None)]
-    of = summaries(found)
+    of = regret_summaries(found)
     assert {name: (len(each.ratios), each.mean) for name, each in of.items()} == {
         "estimated": (2, pytest.approx(1.5)),
         "before tuning": (1, pytest.approx(1.5)),
@@ -251,11 +251,11 @@ def test_summaries_of_regrets():
         record_of(problem(batch=batch, conv=None), [piece("a", time)], piece("a", time), FAST)
         for batch, time in ((1, 2.0), (2, 4.0), (3, 16.0), (4, 2.1))
     ]
-    total = summaries(regrets(records))["estimated"]
+    total = regret_summaries(regrets(records))["estimated"]
     assert total.mean == pytest.approx((1 * 2 * 8 * 1.05) ** 0.25)
     assert (total.worst, total.slower) == (8.0, 2)
     assert str(total).endswith("worst 8.00, 2 of 4 problems above 1.05")
-    assert summaries([]) == {}
+    assert regret_summaries([]) == {}
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -237,8 +237,8 @@ def test_rows_have_contenders_in_their_best_layouts():
         "nhwc",
     )
     assert (first.speed_up, first.possible, first.share) == (2.0, 4.0, 0.5)
-    assert rows.summary(found).mean == pytest.approx(1.0)
-    assert rows.summary(found).slower == 1
+    assert rows.best_peer_summary(found).mean == pytest.approx(1.0)
+    assert rows.best_peer_summary(found).slower == 1
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fusedconv.benchmark.problems import cell_problems
 from fusedconv.benchmark.records import METHOD, OtherMachineError, check_writable, header, read
 from fusedconv.benchmark.running import ContenderError, Observer, jobs, run
 from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, Suite, default_device
-from fusedconv.benchmark.summary import Summary, lines, summaries, times
+from fusedconv.benchmark.summary import Summary, peer_summaries, summary_lines, times
 from fusedconv.benchmark.timing import floor_ms, measured_rates
 from fusedconv.benchmark.workloads import NORMS, WORKLOADS, NormWorkload, Workload
 from fusedconv.timing import Clock, Timing
@@ -58,13 +58,13 @@ __all__ = [
     "header",
     "jobs",
     "kernel_name",
-    "lines",
     "measured_rates",
     "memory_format",
+    "peer_summaries",
     "precision_mode",
     "read",
     "run",
     "select_cells",
-    "summaries",
+    "summary_lines",
     "times",
 ]

@@ -182,7 +182,7 @@ def peers(content: Content) -> Figure:
         axis.set_xticks(range(len(group)), [row.name for row in group], rotation=30, ha="right")
         axis.tick_params(labelsize="small")
         axis.set_ylabel("times as fast as the best peer", fontsize="small")
-        mean = rows.summary(group).mean
+        mean = rows.best_peer_summary(group).mean
         axis.set_title(f"{pass_} {precision}: geometric mean {mean:.2f}x", fontsize="medium")
     names = {name for group in found.values() for row in group for name in row.best}
     _legend(

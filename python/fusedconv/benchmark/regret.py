@@ -145,7 +145,7 @@ class RegretSummary:
         }
 
 
-def summaries(found: Iterable[Regret]) -> dict[str, RegretSummary]:
+def regret_summaries(found: Iterable[Regret]) -> dict[str, RegretSummary]:
     """Of what estimates choose ("estimated"); where some problems were tuned, of these before and
     after ("before tuning", "after tuning")."""
     found = list(found)
@@ -162,7 +162,7 @@ def fields(found: Iterable[Regret]) -> dict[str, Any]:
     """Regrets as a file has them: their summaries, and each problem's."""
     found = list(found)
     return {
-        "summaries": {name: summary.fields() for name, summary in summaries(found).items()},
+        "summaries": {name: summary.fields() for name, summary in regret_summaries(found).items()},
         "problems": [
             {
                 "problem": each.title,

@@ -81,6 +81,6 @@ def rows(records: Iterable[dict[str, Any]]) -> dict[tuple[str, str], list[Row]]:
     return result
 
 
-def summary(rows: Iterable[Row]) -> Summary:
+def best_peer_summary(rows: Iterable[Row]) -> Summary:
     """Of the speed-ups over the best peer."""
     return Summary({Cell.of(row.ours): row.speed_up for row in rows})

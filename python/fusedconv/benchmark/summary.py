@@ -60,7 +60,7 @@ class Summary:
         return sorted(below, key=lambda item: item[1])[:count]
 
 
-def summaries(cells: dict[Cell, dict[str, float]]) -> dict[tuple[str, str], Summary]:
+def peer_summaries(cells: dict[Cell, dict[str, float]]) -> dict[tuple[str, str], Summary]:
     """By pass and peer, where there is a cell with both."""
     result = {}
     for pass_ in PASSES:
@@ -71,10 +71,10 @@ def summaries(cells: dict[Cell, dict[str, float]]) -> dict[tuple[str, str], Summ
     return result
 
 
-def lines(records: Iterable[dict[str, Any]], worst: int = 8) -> list[str]:
+def summary_lines(records: Iterable[dict[str, Any]], worst: int = 8) -> list[str]:
     """The summaries as text, each with its ``worst`` cells."""
     result = []
-    for (pass_, peer), summary in summaries(times(records)).items():
+    for (pass_, peer), summary in peer_summaries(times(records)).items():
         result.append(
             f"{pass_} over {peer}: geometric mean {summary.mean:.2f}x, least "
             f"{summary.least:.2f}x, {summary.slower} of {len(summary.ratios)} cells below {LEVEL}x"

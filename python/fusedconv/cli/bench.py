@@ -45,7 +45,8 @@ def _device(context: click.Context, parameter: click.Parameter, value: str | Non
     return torch.device(value) if value else benchmark.default_device()
 
 
-def summary(record: dict[str, Any]) -> str:
+def record_line(record: dict[str, Any]) -> str:
+    """A record in a line."""
     name = f"{benchmark.Cell.of(record).title} {record['contender']}"
     if record["median_ms"] is None:
         return f"{name}: {record['error']}"
@@ -250,12 +251,12 @@ def bench(context: click.Context, /, **options: Any) -> None:
         benchmark.jobs(options["contenders"], cells, 1, suite.seconds, device.type)
     output: Path | None = options["output"]
     try:
-        with observer(console(), summary) as watch:
+        with observer(console(), record_line) as watch:
             measured = benchmark.run(observer=watch, **options)
     except benchmark.OtherMachineError as error:
         message = str(error).removeprefix("output: ")
         raise click.BadParameter(message, param_hint="'--output'") from error
     if output is not None and output.exists():
         measured = benchmark.read(output)
-    for line in benchmark.lines(measured):
+    for line in benchmark.summary_lines(measured):
         click.echo(line)

@@ -9,7 +9,7 @@ import torch
 
 from fusedconv import benchmark, hypothetical
 from fusedconv.activations import ACTIVATIONS
-from fusedconv.cli.options import LARGEST, axes, naming_options
+from fusedconv.cli.options import LARGEST, axes, is_given, naming_options
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.models import SYSTEMS
 from fusedconv.problem import GRADIENTS, ORDERS, BackwardProblem, ForwardProblem, Problem
@@ -86,8 +86,7 @@ def explain(context: click.Context, /, **options: Any) -> None:
 
     Options with a value for each axis take one for all axes too.
     """
-    given = click.core.ParameterSource.COMMANDLINE
-    if options["device"] == "cpu" and context.get_parameter_source("arch") == given:
+    if options["device"] == "cpu" and is_given(context, "arch"):
         raise click.BadParameter(
             f"got {options['arch']}, expected none for a processor", param_hint="'--arch'"
         )
@@ -102,9 +101,8 @@ def problems(
     """The problem that ``explain``'s options describe, and with ``gradients`` that of its backward
     pass. ``context`` is the one in which they were given."""
     if system is not None:
-        given = click.core.ParameterSource.COMMANDLINE
         for name, value in _system_sizes(system).items():
-            if context.get_parameter_source(name) != given:
+            if not is_given(context, name):
                 options[name] = value
     convolves = options["out_channels"] > 0
     if not convolves and not options["num_groups"]:

@@ -14,8 +14,8 @@ from rich.table import Column, Table
 
 from fusedconv import benchmark, winners
 from fusedconv.benchmark import kernels
-from fusedconv.benchmark.regret import Regret, regrets, summaries, title
-from fusedconv.cli.options import console, naming_options
+from fusedconv.benchmark.regret import Regret, regret_summaries, regrets, title
+from fusedconv.cli.options import console, is_given, naming_options
 from fusedconv.cli.progress import observer
 from fusedconv.cli.shapes import problems_of_file
 from fusedconv.selection import forced_kernels
@@ -33,7 +33,7 @@ _OF_SUITES = {
 }
 
 
-def summary(record: dict[str, Any]) -> str:
+def record_line(record: dict[str, Any]) -> str:
     """A record in a line."""
     if "error" in record:
         return f"{title(record)}: {record['error']}"
@@ -48,9 +48,8 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def _refuse(context: click.Context, options: dict[str, str], why: str) -> None:
-    given = click.core.ParameterSource.COMMANDLINE
     for name, option in options.items():
-        if context.get_parameter_source(name) == given:
+        if is_given(context, name):
             raise click.BadParameter(f"expected none {why}", param_hint=f"'{option}'")
 
 
@@ -95,7 +94,7 @@ def bench_kernels(context: click.Context, options: dict[str, Any]) -> None:
                 f"{options['winners']}: {error}", param_hint="'--winners'"
             ) from error
     sources = _of_file(suite, device) if isinstance(suite, Path) else _of_suite(options, device)
-    with observer(console(), summary) as watch:
+    with observer(console(), record_line) as watch:
         records = kernels.run(
             options["output"],
             list(sources),
@@ -132,5 +131,5 @@ def _print_regrets(found: Iterable[Regret]) -> None:
             row += [str(each.tuned), f"{each.tuned_ratio:.2f}"]
         table.add_row(*map(escape, row))
     console().print(table)
-    for name, total in summaries(found).items():
+    for name, total in regret_summaries(found).items():
         click.echo(f"regret, {name}: {total}")

@@ -68,6 +68,11 @@ def check_settings() -> None:
         raise click.ClickException(str(error)) from error
 
 
+def is_given(context: click.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by default."""
+    return context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+
+
 def integers(
     context: click.Context, parameter: click.Parameter, value: str, least: int
 ) -> tuple[int, ...]:

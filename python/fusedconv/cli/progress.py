@@ -13,24 +13,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fusedconv import benchmark
 
-Summary = Callable[[dict[str, Any]], str]
+Line = Callable[[dict[str, Any]], str]
 
 
 class _Lines(benchmark.Observer):
     """A line for each record."""
 
-    def __init__(self, summary: Summary) -> None:
-        self.summary = summary
+    def __init__(self, line: Line) -> None:
+        self.line = line
 
     def measured(self, record: dict[str, Any], share: float) -> None:
-        click.echo(self.summary(record))
+        click.echo(self.line(record))
 
 
 class _Bar(benchmark.Observer):
     """The same lines above a bar with what is being measured, the count and the remaining time."""
 
-    def __init__(self, summary: Summary, progress: Progress) -> None:
-        self.summary, self.progress = summary, progress
+    def __init__(self, line: Line, progress: Progress) -> None:
+        self.line, self.progress = line, progress
         self.task = progress.add_task("rates", total=1.0, done=0, count=0)
 
     def planned(self, count: int) -> None:
@@ -40,16 +40,16 @@ class _Bar(benchmark.Observer):
         self.progress.update(self.task, description=escape(title))
 
     def measured(self, record: dict[str, Any], share: float) -> None:
-        self.progress.console.print(self.summary(record), markup=False, highlight=False)
+        self.progress.console.print(self.line(record), markup=False, highlight=False)
         done = self.progress.tasks[self.task].fields["done"] + 1
         self.progress.update(self.task, completed=share, done=done)
 
 
 @contextmanager
-def observer(console: Console, summary: Summary) -> Iterator[benchmark.Observer]:
-    """A bar on a terminal, lines anywhere else; ``summary`` gives the line of a record."""
+def observer(console: Console, line: Line) -> Iterator[benchmark.Observer]:
+    """A bar on a terminal, lines anywhere else; ``line`` gives that of a record."""
     if not console.is_terminal:
-        yield _Lines(summary)
+        yield _Lines(line)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -64,4 +64,4 @@ def observer(console: Console, summary: Summary) -> Iterator[benchmark.Observer]
     with Progress(
         *columns, console=console, speed_estimate_period=600, refresh_per_second=1
     ) as progress:
-        yield _Bar(summary, progress)
+        yield _Bar(line, progress)

@@ -11,7 +11,7 @@ from scripts import script
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedconv import benchmark
+from fusedconv import benchmark, selection, tuning
 from fusedconv.benchmark import child, contenders, measuring, running
 from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import Cell, select_cells
@@ -119,6 +119,39 @@ def test_a_failing_peer_is_recorded_and_ours_ends_the_job(monkeypatch):
     began, line = served(contenders=["eager", "fusedconv"])
     assert line["failed"] == "RuntimeError: fusedconv broke"
     assert "in fail" in line["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("autotune", "forced", "expected"),
+    [("0", "", "cost"), ("1", "", "tuned"), ("1", "torch", "torch")],
+)
+def test_tuning_is_no_part_of_the_timing_and_is_recorded(
+    monkeypatch, tmp_path, autotune, forced, expected
+):
+    monkeypatch.setattr(selection, "_tuned", {})
+    monkeypatch.setenv("FUSEDCONV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FUSEDCONV_AUTOTUNE", autotune)
+    monkeypatch.setenv("FUSEDCONV_KERNEL", forced)
+    happened = []
+    tune, interleave = tuning.measure, benchmark.Clock.interleave
+
+    def tuned(*arguments):
+        happened.append("tuned")
+        return tune(*arguments)
+
+    def timed(*arguments):
+        happened.append("timed")
+        return interleave(*arguments)
+
+    monkeypatch.setattr(tuning, "measure", tuned)
+    monkeypatch.setattr(benchmark.Clock, "interleave", timed)
+    cells = select_cells(["system3"], ["fp32"], ["nchw"], ["forward_backward"])
+    _, line = served(contenders=["fusedconv", "eager"], cells=[cell.fields() for cell in cells])
+    ours, peer = line["records"]
+    # Forward without gradients, for the kernel's name; saving; backward.
+    assert happened == ["tuned"] * (3 if expected == "tuned" else 0) + ["timed"]
+    assert ours["chosen_by"] == expected
+    assert "chosen_by" not in peer
 
 
 def test_a_changed_weight_that_is_not_seen_shows(monkeypatch):

@@ -467,6 +467,18 @@ def test_bench_shows_a_bar_on_a_terminal():
     assert "1/4" in behind
 
 
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, ", torch"),
+        ({"chosen_by": "cost"}, ", torch"),
+        ({"chosen_by": "tuned"}, ", torch (chosen by: tuned)"),
+    ],
+)
+def test_bench_says_what_was_not_chosen_by_estimates(fields, end):
+    assert record_line({**RECORD, **fields}).endswith(end)
+
+
 def test_bench_writes_lines_elsewhere(capsys):
     with progress.observer(Console(file=io.StringIO()), record_line) as observer:
         observer.planned(4)

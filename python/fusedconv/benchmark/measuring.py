@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,9 @@ from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.workloads import WORKLOADS, Workload
 from fusedconv.device import processor_name
-from fusedconv.recording import Composition
+from fusedconv.recording import Call, Composition
 from fusedconv.recording import record as plan_record
-from fusedconv.selection import explain_problem
+from fusedconv.selection import Explanation, explain_problem
 from fusedconv.testing import sample_errors
 from fusedconv.timing import CACHE_BYTES, Clock
 
@@ -69,12 +69,17 @@ def _poison(num_bytes: int, device: torch.device) -> None:
         del block
 
 
+def _explained(calls: Iterable[Call | Composition]) -> list[Explanation]:
+    """Of the different problems of a recording."""
+    asked = dict.fromkeys(call for call in calls if not isinstance(call, Composition))
+    return [explain_problem(*call) for call in asked]
+
+
 def kernel_name(model: nn.Module, x: Tensor) -> str:
     """The kernels of ours that a forward pass without gradients runs."""
     with torch.no_grad(), plan_record.recording() as calls:
         model(x)
-    asked = dict.fromkeys(call for call in calls if not isinstance(call, Composition))
-    return "+".join(explain_problem(*call).kernel for call in asked)
+    return "+".join(explanation.kernel for explanation in _explained(calls))
 
 
 @dataclass(frozen=True)
@@ -154,11 +159,16 @@ class _Runner:
         return output
 
     def start(self) -> Tensor:
-        """The first calls, in which a compiler works; the output, of the first input."""
+        """The first calls, in which a compiler works and ours are tuned where that is asked for;
+        the output, of the first input."""
         setup, x = self.setup, self.setup.inputs[0]
         device = x.device
         self.record["kernel"] = kernel_name(self.model, x) if self.contender.ours else "torch"
-        self(x)
+        with plan_record.recording() as calls:
+            self(x)
+        if self.contender.ours:
+            by = dict.fromkeys(explanation.chosen_by for explanation in _explained(calls))
+            self.record["chosen_by"] = "+".join(by)
         self.record["peak_extra_bytes"] = None
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -17,8 +17,13 @@ from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.workloads import WORKLOADS
 from fusedconv.replacing import replacing, target
 
+_CHOICE = """\
+How fusedconv's kernels were chosen stands in chosen_by: by estimates ("cost"), by times ("tuned",
+as the user's cache holds them, or with FUSEDCONV_AUTOTUNE=1 as the first calls find them, before
+the timing), or by FUSEDCONV_KERNEL, whose value it is then."""
+
 #: How the benchmark measures on GPUs.
-METHOD = """\
+METHOD = f"""\
 The benchmark: the three systems next to what a user could pick instead.
 
 Each record is one contender in one cell (workload, pass, precision, layout). torch keeps the cuDNN
@@ -34,6 +39,8 @@ affine parameters are not trivial; after the timing the weights are changed in p
 is checked against float64 again, so that a packing kept too long shows. Outputs start as NaN
 wherever the allocator reuses memory.
 
+{_CHOICE}
+
 Floors: the larger of operations over the matrix rate and bytes over the copy rate, both measured
 first, on the first device. Strict fp32 on tensor cores takes three TF32 products for one. Forward:
 each input element read once and each output element written once. Forward and backward: three
@@ -42,7 +49,7 @@ gradient written.
 """
 
 #: How it does on a processor.
-INTERLEAVED_METHOD = """\
+INTERLEAVED_METHOD = f"""\
 The benchmark: the three systems, and GroupNorm with an activation before or after it at the shapes
 of real models, next to what a user could pick instead.
 
@@ -58,10 +65,12 @@ gradients; forward and backward give the gradients of the input, the weights and
 output gradient in the output's layout. Parameters arrive by load_state_dict, in the layout of the
 original's, and the affine ones are not trivial; before the timing the output is checked against
 float64, and again after it, with weights changed in place, so that a packing kept too long shows.
+
+{_CHOICE}
 """
 
 #: How it measures layers on GPUs.
-LAYERS_METHOD = """\
+LAYERS_METHOD = f"""\
 The benchmark of layers: transposed convolutions of published models with what follows them there,
 at the models' sizes, next to what a user could pick instead.
 
@@ -77,6 +86,8 @@ the call is launched, so that times are the device's, without the launches befor
 as far as they take no longer than that write. host_us is how long a call took to return. Inputs
 rotate. Weights arrive by load_state_dict, affine parameters and running statistics are not trivial;
 after the timing the weights are changed in place and the output is checked against float64 again.
+
+{_CHOICE}
 
 Floors: the larger of operations over the matrix rate and bytes over the copy rate, both measured
 first, on the first device. Strict fp32 on tensor cores takes three TF32 products for one. Forward:

@@ -76,9 +76,11 @@ at the models' sizes, next to what a user could pick instead.
 
 Each record is one contender in one cell (workload, pass, precision, layout). torch keeps the cuDNN
 plan of a convolution for as long as a process lives, so every contender runs in processes of its
-own; cudnn.benchmark is on before the first call, but for eager and fusedconv. What fusedconv does
-not fuse (LayerNorm over channels, BatchNorm) runs behind it in torch's operators. torch.compile's
-work is done before, in parallel processes, and nothing else runs on the device during the timing.
+own; cudnn.benchmark is on before the first call, but for eager and fusedconv. fusedconv computes
+LayerNorm over channels and BatchNorm of inference by its function, which folds running statistics
+in each call; where gradients are asked for, BatchNorm runs behind it in torch's operators.
+torch.compile's work is done before, in parallel processes, and nothing else runs on the device
+during the timing.
 
 Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
 percentile. Before each call the GPU writes several times the memory that its cache holds; meanwhile

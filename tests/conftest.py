@@ -13,8 +13,6 @@ import pytest
 import torch
 
 import fusedconv
-from fusedconv.conversion import stages
-from fusedconv.norms import KINDS
 
 # The same examples each run, no time limit on one, no files left behind.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -235,9 +233,3 @@ def cpp_compiler() -> None:
         get_cpp_compiler()
     except Exception as error:
         pytest.skip(f"inductor has no C++ compiler here: {error}")
-
-
-@pytest.fixture
-def every_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joins on this processor what is joined on GPUs."""
-    monkeypatch.setattr(stages, "PROCESSOR_KINDS", tuple(KINDS))

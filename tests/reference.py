@@ -64,6 +64,27 @@ def group_norm(
     return act(F.group_norm(x, num_groups, weight, bias, eps))
 
 
+def normalised(
+    norm: str,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    num_groups: int | None = None,
+) -> Tensor:
+    """The normalisation that a value of the functions' argument ``norm`` stands for."""
+    if norm == "group":
+        return F.group_norm(x, num_groups, weight, bias, eps)
+    if norm == "instance":
+        return F.instance_norm(x, None, None, weight, bias, eps=eps)
+    last = x.movedim(1, -1)
+    if norm == "layer":
+        last = F.layer_norm(last, last.shape[-1:], weight, bias, eps)
+    else:
+        last = last * weight + bias
+    return last.movedim(-1, 1)
+
+
 def conv_transpose_act_norm(
     x: Tensor,
     weight: Tensor,
@@ -75,14 +96,19 @@ def conv_transpose_act_norm(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
+    norm: str | None = None,
     **conv_keywords: object,
 ) -> Tensor:
     """The composition that fusedconv.functional.conv_transpose_act_norm stands for."""
     conv = CONVOLUTIONS[weight.dim() - 2]
     x = conv(x, weight, bias, *conv_arguments, **conv_keywords)
-    if num_groups is None:
-        return ACTIVATIONS[activation](x)
-    return group_norm(x, num_groups, norm_weight, norm_bias, eps, activation, order)
+    act = ACTIVATIONS[activation]
+    if num_groups is None and norm is None:
+        return act(x)
+    given = (norm_weight, norm_bias, eps, num_groups)
+    if order == "act_norm":
+        return normalised(norm or "group", act(x), *given)
+    return act(normalised(norm or "group", x, *given))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -12,7 +12,7 @@ from reference import TORCH_SCRIPTS
 import fusedconv
 from fusedconv.conversion.graphs import rewrite
 
-pytestmark = pytest.mark.usefixtures("compiled", "every_norm")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture

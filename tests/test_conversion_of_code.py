@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedconv
-from fusedconv.conversion import stages
 
 
 @pytest.fixture
@@ -26,23 +25,8 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def _a_clean_slate(compiled, every_norm):
+def _a_clean_slate(compiled):
     """Graphs are counted by code."""
-
-
-def test_on_processors_other_norms_are_torchs(x, monkeypatch):
-    monkeypatch.setattr(stages, "PROCESSOR_KINDS", ("group", "instance"))
-    report = fusedconv.convert(Joined().eval(), (x,))
-    assert [str(each) for each in report.kept] == [
-        f"{name}: conv_transpose2d, not fused with {norm}: no kernel of ours has it on processors"
-        for name, norm in (("conv2", "batch_norm"), ("conv4", "layer_norm"))
-    ]
-    sequence = nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).eval()
-    model, original = converted(sequence)
-    assert calls(model, x) == ["conv"]
-    assert_same(model, original, x)
-    (kept,) = fusedconv.convert(model).kept
-    assert kept.reason == "not fused with 0: BatchNorm2d: no kernel of ours has it on processors"
 
 
 def test_code_is_followed(x):
@@ -295,28 +279,6 @@ def test_modules_that_cannot_be_followed():
         "takes",
         "patched": "its code is not followed: it has a forward of its own",
     }
-
-
-class Folded(Code):
-    """A chain that is joined on some devices."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        return self.norm(self.conv(x))
-
-
-def test_a_module_that_moves_is_followed_again(x, monkeypatch):
-    every = stages.PROCESSOR_KINDS
-    monkeypatch.setattr(stages, "PROCESSOR_KINDS", ("group",))
-    model, original = converted(Folded().eval())
-    assert calls(model, x) == ["conv"]
-    monkeypatch.setattr(stages, "PROCESSOR_KINDS", every)
-    assert calls(model, x) == ["conv"]
-    assert calls(model.double(), x.double()) == ["conv affine"]
-    torch.testing.assert_close(model(x.double()), original.double()(x.double()))
 
 
 class WrittenLayerNorm2d(nn.Module):

@@ -96,10 +96,19 @@ class Guarded:
         return self.tensor
 
 
-def composed(x, size, before, after, affine=None):
+#: What stands between the activations.
+BETWEEN = ["group_norm", "layer_norm", "affine", None]
+
+
+def composed(x, size, before, after, between=None, affine=()):
     x = ACTIVATIONS[None if before == "identity" else before](x)
-    if affine is not None:
-        x = F.group_norm(x, size[3], *(t.to(x.dtype) for t in affine), 1e-5)
+    weight, bias = (t.to(x.dtype) for t in affine or parameters(size[1]))
+    if between == "group_norm":
+        x = F.group_norm(x, size[3], weight, bias, 1e-5)
+    elif between == "layer_norm":
+        x = F.layer_norm(x.transpose(1, 2), size[1:2], weight, bias, 1e-5).transpose(1, 2)
+    elif between == "affine":
+        x = x * weight[:, None] + bias[:, None]
     return ACTIVATIONS[None if after == "identity" else after](x)
 
 
@@ -108,23 +117,24 @@ def parameters(channels):
     return [torch.randn(channels, generator=generator) + 1 for _ in range(2)]
 
 
-def check_forward(size, read, written, layouts, before, after, normalises, threads=2):
+def check_forward(size, read, written, layouts, before, after, between, threads=2):
     x = values(size, read, layouts[0])
     output = Guarded(size[:3], written, layouts[1])
     compiled = problem(size, read, written, layouts, before, after)
-    affine = None
-    if normalises:
-        affine = parameters(size[1])
+    affine = parameters(size[1]) if between else ()
+    addresses = [t.data_ptr() for t in affine] or [0, 0]
+    if between == "group_norm":
         statistics = [Guarded((size[0], size[3]), torch.float32) for _ in range(2)]
-        addresses = [t.data_ptr() for t in affine] + [s.address for s in statistics]
+        addresses += [s.address for s in statistics]
         _C.cpu.group_norm(compiled, x.data_ptr(), output.address, *addresses, threads)
         for each in statistics:
             each.check()
     else:
-        _C.cpu.activate(compiled, x.data_ptr(), output.address, threads)
+        run = _C.cpu.layer_norm if between == "layer_norm" else _C.cpu.activate
+        run(compiled, x.data_ptr(), output.address, *addresses, threads)
     actual = output.check()
-    exact = composed(x.double(), size, before, after, affine)
-    torchs = composed(x.float(), size, before, after, affine).to(written)
+    exact = composed(x.double(), size, before, after, between, affine)
+    torchs = composed(x.float(), size, before, after, between, affine).to(written)
     assert_as_accurate_as_torch(actual, torchs, exact)
     return actual
 
@@ -132,46 +142,80 @@ def check_forward(size, read, written, layouts, before, after, normalises, threa
 # ---- forward -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layouts", [("nchw", "nhwc"), ("nhwc", "nchw")], ids="-".join)
 @pytest.mark.parametrize(("read", "written"), CONVERSIONS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_other_layout(size, read, written, layouts, normalises):
+def test_the_other_layout(size, read, written, layouts, between):
     for before, after in (("identity", "identity"), ("gelu", "identity"), ("relu", "silu")):
-        check_forward(size, read, written, layouts, before, after, normalises)
+        check_forward(size, read, written, layouts, before, after, between)
 
 
-@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layout", PLACES)
 @pytest.mark.parametrize(
     ("read", "written"), [pair for pair in CONVERSIONS if pair[0] != pair[1]], ids=str
 )
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_another_dtype_in_the_same_layout(size, read, written, layout, normalises):
-    check_forward(size, read, written, (layout, layout), "silu", "identity", normalises)
+def test_another_dtype_in_the_same_layout(size, read, written, layout, between):
+    check_forward(size, read, written, (layout, layout), "silu", "identity", between)
 
 
-@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("before", NAMES)
 @pytest.mark.parametrize("after", NAMES)
-def test_two_activations(before, after, normalises):
+def test_two_activations(before, after, between):
     for dtype in DTYPES:
         for first in PLACES:
             for second in PLACES:
                 for size in ((2, 12, 77, 4), (1, 33, 700, 3)):
-                    check_forward(size, dtype, dtype, (first, second), before, after, normalises)
+                    check_forward(size, dtype, dtype, (first, second), before, after, between)
 
 
-@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("layouts", [("nchw", "nhwc"), ("nhwc", "nchw")], ids="-".join)
-def test_the_number_of_threads_changes_no_bit(layouts, normalises):
+def test_the_number_of_threads_changes_no_bit(layouts, between):
     for size in ((3, 12, 65 * 67, 4), (1, 130, 2001, 2), (16, 32, 81, 32)):
         expected = None
         for threads in (1, 2, 3, 16):
-            arguments = (torch.float32, torch.bfloat16, layouts, "gelu", "silu", normalises)
+            arguments = (torch.float32, torch.bfloat16, layouts, "gelu", "silu", between)
             actual = check_forward(size, *arguments, threads=threads)
             assert expected is None or torch.equal(actual, expected)
             expected = actual
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("layout", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place(dtype, layout, between):
+    """The output may be the input: the same bits, whatever is read again behind what is written."""
+    for size in (*SIZES, (2, 64, 700, 4)):
+        for before, after in (("identity", "identity"), ("gelu", "identity"), ("relu", "silu")):
+            compiled = problem(size, dtype, dtype, (layout, layout), before, after)
+            affine = parameters(size[1]) if between else ()
+            addresses = [t.data_ptr() for t in affine] or [0, 0]
+            rest = (0, 0) if between == "group_norm" else ()
+            name = between if between in ("group_norm", "layer_norm") else "activate"
+            x = values(size, dtype, layout)
+            expected, actual = torch.empty_like(x), x.clone()
+            for source, output in ((x, expected), (actual, actual)):
+                getattr(_C.cpu, name)(
+                    compiled, source.data_ptr(), output.data_ptr(), *addresses, *rest, 2
+                )
+            assert torch.equal(actual, expected), (size, before, after)
+
+
+@pytest.mark.parametrize("call", ["group_norm", "activate", "layer_norm"])
+@pytest.mark.parametrize(
+    ("written", "layouts"),
+    [(torch.float16, ("nchw", "nchw")), (torch.float32, ("nchw", "nhwc"))],
+)
+def test_another_tensor_is_written_in_another_form(call, written, layouts):
+    x = torch.zeros(6)
+    rest = (0,) * (4 if call == "group_norm" else 2)
+    arguments = problem((1, 2, 3, 1), torch.float32, written, layouts)
+    with pytest.raises(ValueError, match="output: got the input, expected another tensor"):
+        getattr(_C.cpu, call)(arguments, x.data_ptr(), x.data_ptr(), *rest, 1)
 
 
 def test_a_copy_to_the_other_layout_keeps_every_value():
@@ -181,14 +225,14 @@ def test_a_copy_to_the_other_layout_keeps_every_value():
         x = every.reshape(1, 256, 256)
         output = torch.empty_like(x)
         arguments = problem((1, 256, 256, 1), dtype, dtype, ("nchw", "nhwc"))
-        _C.cpu.activate(arguments, x.data_ptr(), output.data_ptr(), 2)
+        _C.cpu.activate(arguments, x.data_ptr(), output.data_ptr(), 0, 0, 2)
         torch.testing.assert_close(output.transpose(1, 2), x, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("call", ["group_norm", "activate"])
+@pytest.mark.parametrize("call", ["group_norm", "activate", "layer_norm"])
 def test_one_of_two_dtypes_is_float32(call):
     arguments = problem((1, 2, 3, 1), torch.float16, torch.bfloat16, ("nchw", "nchw"))
-    rest = (0,) * 4 if call == "group_norm" else ()
+    rest = (0,) * (4 if call == "group_norm" else 2)
     x, output = torch.zeros(6).half(), torch.zeros(6).bfloat16()
     with pytest.raises(ValueError, match="output_dtype: got bfloat16 for an input of float16"):
         getattr(_C.cpu, call)(arguments, x.data_ptr(), output.data_ptr(), *rest, 1)
@@ -201,11 +245,11 @@ def check_gradients(size, read, written, layout, before, after, threads=2):
     x = values(size, read, layout)
     weight, bias = parameters(size[1])
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
-    output = composed(leaves[0], size, before, after, leaves[1:])
+    output = composed(leaves[0], size, before, after, "group_norm", leaves[1:])
     grad = PLACES[layout](cotangent(output).to(read))
     exact = torch.autograd.grad(output, leaves, grad.double())
     floats = [t.float().requires_grad_() for t in (x, weight, bias)]
-    output = composed(floats[0], size, before, after, floats[1:])
+    output = composed(floats[0], size, before, after, "group_norm", floats[1:])
     torchs = torch.autograd.grad(output, floats, grad.float())
 
     act = ACTIVATIONS[None if before == "identity" else before](x.double())
@@ -306,8 +350,8 @@ def check_every_loop(name):
                 for second in PLACES:
                     for before, after in (("gelu", "identity"), ("identity", "silu")):
                         arguments = (size, read, written, (first, second), before, after)
-                        check_forward(*arguments, normalises=True)
-                    check_forward(*arguments, normalises=False)
+                        for between in BETWEEN:
+                            check_forward(*arguments, between)
                 if written in (read, torch.float32):
                     for activation in NAMES:
                         check_gradients(size, read, written, first, activation, "identity")

@@ -191,8 +191,9 @@ def test_gradients_are_as_exact_as_torchs(kernel, case, dtype, layout, grad_dtyp
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in forward_kernels()])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", ["act_norm", "norm_act", None])
-def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, force):
+@pytest.mark.parametrize("order", ["act_norm", "norm_act"])
+@pytest.mark.parametrize("norm", ["group", "layer", "affine", None])
+def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, order, force):
     kernel_size, stride = {
         "cpu_conv_transpose": (3, 1),
         "cpu_channels_last": (4, 2),
@@ -202,14 +203,20 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, for
     shape, arguments = (2, 8, 9, 11), {"stride": stride}
     x, weight, bias = tensors(shape, 12, kernel_size, {}, dtype, layout)
     affine = torch.linspace(0.5, 2, 12).to(dtype), torch.linspace(-1, 1, 12).to(dtype)
-    extra = {"activation": "silu"}
+    extra = {"activation": "silu", "order": order, "norm": norm}
     if norm is not None:
-        extra.update(num_groups=3, norm_weight=affine[0], norm_bias=affine[1], order=norm)
+        extra.update(norm_weight=affine[0], norm_bias=affine[1])
+    if norm == "group":
+        extra["num_groups"] = 3
 
     def whole(function, cast, x, weight, bias):
         cast_extra = {n: cast(v) if isinstance(v, torch.Tensor) else v for n, v in extra.items()}
         leaves = [cast(t).detach().requires_grad_() for t in (x, weight, bias)]
+        with torch.no_grad():
+            alone = function(*leaves, **arguments, **cast_extra)
         y = function(*leaves, **arguments, **cast_extra)
+        # Without gradients the stages overwrite the convolution's output.
+        assert torch.equal(alone, y)
         y.backward(cotangent(y))
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedconv
 from fusedconv.conversion import capturing, graphs
 
-pytestmark = pytest.mark.usefixtures("compiled", "every_norm")
+pytestmark = pytest.mark.usefixtures("compiled")
 
 JOINED = ["conv group gelu"]
 

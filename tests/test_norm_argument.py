@@ -4,8 +4,9 @@ against torch's operators. No GPU."""
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
-from reference import ACTIVATIONS, LAYOUTS, ORDERS, assert_as_accurate_as_torch, relative_error
+from reference import LAYOUTS, ORDERS, assert_as_accurate_as_torch, relative_error
 from torch.nn import functional as F
 
 from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
@@ -13,19 +14,11 @@ from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
 CHANNELS = 6
 
 
-def by_hand(norm, x, weight, bias):
-    if norm == "instance":
-        return F.instance_norm(x, weight=weight, bias=bias)
-    if norm == "layer":
-        return F.layer_norm(x.movedim(1, -1), (CHANNELS,), weight, bias).movedim(-1, 1)
-    return x * weight[:, None, None] + bias[:, None, None]
-
-
 def plain(norm, order, activation, x, weight, bias, norm_weight, norm_bias):
-    x = F.conv_transpose2d(x, weight, bias, 2)
-    if order == "act_norm":
-        return by_hand(norm, ACTIVATIONS[activation](x), norm_weight, norm_bias)
-    return ACTIVATIONS[activation](by_hand(norm, x, norm_weight, norm_bias))
+    return reference.conv_transpose_act_norm(
+        x, weight, bias, 2, activation=activation, order=order, norm=norm,
+        norm_weight=norm_weight, norm_bias=norm_bias,
+    )  # fmt: skip
 
 
 def tensors(dtype, layout="nchw", requires_grad=False):

@@ -76,7 +76,7 @@ def results(model: nn.Module, args: Any, dtype: torch.dtype) -> list[Tensor | No
 
 
 @pytest.mark.parametrize("name", published.MODELS)
-@pytest.mark.usefixtures("compiled", "every_norm")
+@pytest.mark.usefixtures("compiled")
 def test_a_published_model_is_its_original(name):
     model, args = built(name)
     if name == "vitpose_decoder":  # a BatchNorm is joined in evaluation only

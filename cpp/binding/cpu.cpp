@@ -3,6 +3,7 @@
 
 #include "binding/binding.hpp"
 #include "cpu/group_norm.hpp"
+#include "cpu/layer_norm.hpp"
 #include "cpu/loops.hpp"
 
 namespace fusedconv::binding {
@@ -32,15 +33,25 @@ void bind_cpu(py::module_& m) {
       py::arg("mean"), py::arg("rstd"), py::arg("threads"),
       "Activation, GroupNorm, activation. Addresses of dense tensors; 0 where weight, bias, mean "
       "or rstd is absent.");
-  room.def(
-      "activate",
-      [](GroupNormProblem const& problem, uintptr_t input, uintptr_t output, int threads) {
-        py::gil_scoped_release const release;
-        cpu::activate(problem, address<void>(input), address<void>(output), threads);
-      },
-      py::arg("problem"), py::arg("input"), py::arg("output"), py::arg("threads"),
-      "Activations, layout and dtype of a problem without its normalisation. Addresses of dense "
-      "tensors.");
+  auto const without_statistics = [](auto function) {
+    return [function](GroupNormProblem const& problem, uintptr_t input, uintptr_t output,
+                      uintptr_t weight, uintptr_t bias, int threads) {
+      GroupNormTensors const tensors{.input = address<void>(input),
+                                     .output = address<void>(output),
+                                     .weight = address<void>(weight),
+                                     .bias = address<void>(bias)};
+      py::gil_scoped_release const release;
+      function(problem, tensors, threads);
+    };
+  };
+  room.def("activate", without_statistics(&cpu::activate), py::arg("problem"), py::arg("input"),
+           py::arg("output"), py::arg("weight"), py::arg("bias"), py::arg("threads"),
+           "Activation, weight and bias of each channel, activation, of a problem without its "
+           "normalisation. Addresses of dense tensors; 0 where weight or bias is absent.");
+  room.def("layer_norm", without_statistics(&cpu::layer_norm), py::arg("problem"), py::arg("input"),
+           py::arg("output"), py::arg("weight"), py::arg("bias"), py::arg("threads"),
+           "Activation, LayerNorm over the channels of each pixel, activation. Addresses of dense "
+           "tensors; 0 where weight or bias is absent.");
   room.def(
       "group_norm_gradients",
       [](GroupNormProblem const& problem, uintptr_t grad_output, uintptr_t input, uintptr_t mean,

@@ -58,6 +58,8 @@ void bind_sm90_boxes(py::module_& room) {
           "box",
           [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
           py::arg("batch"), "Positions of a consumer by axis, and samples.");
+  m.attr("block_positions") = kConsumers * kSlab;
+  m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve<Config>(m);
 }

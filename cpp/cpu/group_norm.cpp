@@ -3,7 +3,7 @@
 // in standard deviations, so that a large mean costs no accuracy. Parts merge in order by Chan's
 // formula, in double. Then each part gets its affine map and activation. An activation in front is
 // computed once where what it gives stays in cache, else twice. Where the output has the other
-// layout, tiles of it turn in cache.
+// layout, tiles of it are transposed in cache.
 #include "cpu/group_norm.hpp"
 
 #include <cmath>
@@ -41,22 +41,22 @@ class Forward {
         normalises_(normalises),
         // With one pixel or channel the layouts are the same.
         last_(problem.input_layout == Layout::kChannelsLast || problem.pixels == 1),
-        turns_(problem.input_layout != problem.output_layout && problem.pixels > 1 &&
-               problem.channels > 1),
-        groups_(last_ || turns_ ? problem.groups : 1),
+        transposes_(problem.input_layout != problem.output_layout && problem.pixels > 1 &&
+                    problem.channels > 1),
+        groups_(last_ || transposes_ ? problem.groups : 1),
         channels_(problem.channels_per_group() * groups_),
         length_(channels_ * problem.pixels),
         rows_(problem.channels, problem.channels * problem.pixels),
         planes_(channels_, problem.pixels),
         pieces_(ceil_div(problem.group_size(), kPart)),
         tile_pixels_(tile_pixels()),
-        turned_parts_(ceil_div(problem.pixels, std::max(tile_pixels_, kPart / channels_))),
+        transposed_parts_(ceil_div(problem.pixels, std::max(tile_pixels_, kPart / channels_))),
         reads_(!normalises ? 0
                : last_     ? rows_.parts
                            : groups_ * pieces_),
-        writes_(last_    ? rows_.parts
-                : turns_ ? turned_parts_
-                         : planes_.parts),
+        writes_(last_         ? rows_.parts
+                : transposes_ ? transposed_parts_
+                              : planes_.parts),
         schedule_(problem.batch * problem.groups / groups_, length_, reads_, writes_, threads),
         keeps_(normalises && is_costly(problem.activation_before) && length_ <= kMaxKept),
         kept_(keeps_ ? schedule_.places() * length_ : 0),
@@ -65,10 +65,11 @@ class Forward {
         moments_(schedule_.places() * reads_ * (last_ ? groups_ : 1)),
         maps_(schedule_.places() * 3 * map_length()),
         lanes_(schedule_.threads() * (last_ ? 3 * (rows_.lanes + kRoom) : 0)),
-        both_(before_ != Activation::kIdentity &&
-              problem.activation_after != Activation::kIdentity),
-        tile_size_(turns_ ? channels_ * tile_pixels_ : std::max(kTile, rows_.lanes)),
-        tiles_(turns_ || both_ ? schedule_.threads() * 2 * tile_size_ : 0),
+        staged_((!keeps_ && tensors.input == tensors.output) ||
+                (before_ != Activation::kIdentity &&
+                 problem.activation_after != Activation::kIdentity)),
+        tile_size_(transposes_ ? channels_ * tile_pixels_ : std::max(kTile, rows_.lanes)),
+        tiles_(transposes_ || staged_ ? schedule_.threads() * 2 * tile_size_ : 0),
         affine_(2 * problem.channels) {
     read_affine(problem.affine_dtype, tensors.weight, problem.channels, 1.0f, affine_.get());
     read_affine(problem.affine_dtype, tensors.bias, problem.channels, 0.0f,
@@ -254,11 +255,11 @@ class Forward {
     float const* const mean = maps_.get() + place * 3 * map_length();
     float const* const scale = mean + map_length();
     float const* const shift = scale + map_length();
-    float* const tile = turns_ || both_ ? tiles_.get() + thread * 2 * tile_size_ : nullptr;
+    float* const tile = transposes_ || staged_ ? tiles_.get() + thread * 2 * tile_size_ : nullptr;
     if (last_) {
       int64_t const begin = part * rows_.elements_of_part;
       int64_t const end = std::min(begin + rows_.elements_of_part, length_);
-      if (!turns_) {
+      if (!transposes_) {
         apply_to_rows(source(unit, place, begin), unit * length_ + begin, end - begin, mean, scale,
                       shift, tile);
         return;
@@ -268,10 +269,10 @@ class Forward {
         int64_t const count = std::min(block, end - offset);
         loops_.apply_to_rows[index_of(dtype_)][kFloat][first_place()](
             source(unit, place, offset), tile, count, rows_.lanes, mean, scale, shift);
-        turn(tile, count / channels_, channels_, unit * length_ + offset / channels_,
-             problem_.pixels);
+        transpose(tile, count / channels_, channels_, unit * length_ + offset / channels_,
+                  problem_.pixels);
       }
-    } else if (!turns_) {
+    } else if (!transposes_) {
       planes_.for_each(part, channels_, problem_.pixels,
                        [&](int64_t plane, int64_t first, int64_t count, int64_t) {
                          int64_t const offset = plane * problem_.pixels + first;
@@ -279,7 +280,7 @@ class Forward {
                                       mean[plane], scale[plane], shift[plane], tile);
                        });
     } else {
-      int64_t const share = ceil_div(problem_.pixels, turned_parts_);
+      int64_t const share = ceil_div(problem_.pixels, transposed_parts_);
       int64_t const end = std::min(problem_.pixels, (part + 1) * share);
       for (int64_t pixel = part * share; pixel < end; pixel += tile_pixels_) {
         int64_t const count = std::min(tile_pixels_, end - pixel);
@@ -288,7 +289,7 @@ class Forward {
               source(unit, place, channel * problem_.pixels + pixel), tile + channel * count, count,
               mean[channel], scale[channel], shift[channel]);
         }
-        turn(tile, channels_, count, unit * length_ + pixel * channels_, channels_);
+        transpose(tile, channels_, count, unit * length_ + pixel * channels_, channels_);
       }
     }
   }
@@ -297,10 +298,10 @@ class Forward {
 
   // The place of the activation that the affine map's loop applies.
   int first_place() const {
-    return place_of(before_, both_ ? Activation::kIdentity : problem_.activation_after);
+    return place_of(before_, staged_ ? Activation::kIdentity : problem_.activation_after);
   }
 
-  // The second activation alone, where there are two.
+  // What is left behind a tile: the second activation, or none.
   void activate(float const* from, void* to, DType dtype, int64_t count) const {
     int const place = place_of(Activation::kIdentity, problem_.activation_after);
     loops_.apply_to_run[kFloat][index_of(dtype)][place](from, to, count, 0.0f, 1.0f, 0.0f);
@@ -308,31 +309,31 @@ class Forward {
 
   void apply_to_rows(void const* x, int64_t offset, int64_t count, float const* mean,
                      float const* scale, float const* shift, float* tile) const {
-    DType const dtype = both_ ? DType::kFloat32 : problem_.output_dtype;
+    DType const dtype = staged_ ? DType::kFloat32 : problem_.output_dtype;
     auto* const loop = loops_.apply_to_rows[index_of(dtype_)][index_of(dtype)][first_place()];
-    int64_t const block = both_ ? tile_size_ / rows_.lanes * rows_.lanes : count;
+    int64_t const block = staged_ ? tile_size_ / rows_.lanes * rows_.lanes : count;
     for (int64_t i = 0; i < count; i += block) {
       int64_t const size = std::min(block, count - i);
-      loop(at(x, dtype_, i), both_ ? tile : output(offset + i), size, rows_.lanes, mean, scale,
+      loop(at(x, dtype_, i), staged_ ? tile : output(offset + i), size, rows_.lanes, mean, scale,
            shift);
-      if (both_) activate(tile, output(offset + i), problem_.output_dtype, size);
+      if (staged_) activate(tile, output(offset + i), problem_.output_dtype, size);
     }
   }
 
   void apply_to_run(void const* x, int64_t offset, int64_t count, float mean, float scale,
                     float shift, float* tile) const {
-    DType const dtype = both_ ? DType::kFloat32 : problem_.output_dtype;
+    DType const dtype = staged_ ? DType::kFloat32 : problem_.output_dtype;
     auto* const loop = loops_.apply_to_run[index_of(dtype_)][index_of(dtype)][first_place()];
-    int64_t const block = both_ ? tile_size_ : count;
+    int64_t const block = staged_ ? tile_size_ : count;
     for (int64_t i = 0; i < count; i += block) {
       int64_t const size = std::min(block, count - i);
-      loop(at(x, dtype_, i), both_ ? tile : output(offset + i), size, mean, scale, shift);
-      if (both_) activate(tile, output(offset + i), problem_.output_dtype, size);
+      loop(at(x, dtype_, i), staged_ ? tile : output(offset + i), size, mean, scale, shift);
+      if (staged_) activate(tile, output(offset + i), problem_.output_dtype, size);
     }
   }
 
-  void turn(float* tile, int64_t rows, int64_t columns, int64_t offset, int64_t stride) const {
-    if (both_) {
+  void transpose(float* tile, int64_t rows, int64_t columns, int64_t offset, int64_t stride) const {
+    if (staged_) {
       activate(tile, tile + tile_size_, DType::kFloat32, rows * columns);
       tile += tile_size_;
     }
@@ -354,13 +355,13 @@ class Forward {
   bool normalises_;
   ForwardLoops const& loops_ = loops().forward;
   bool last_;                  // channels come last
-  bool turns_;                 // into the other layout
+  bool transposes_;            // into the other layout
   int64_t groups_, channels_;  // of a unit: one group, or a sample with all of them
   int64_t length_;             // elements of a unit
   Rows rows_;                  // of a unit whose channels come last
   Planes planes_;              // of one whose channels come first
   int64_t pieces_;             // of a group whose channels come first
-  int64_t tile_pixels_, turned_parts_;
+  int64_t tile_pixels_, transposed_parts_;
   int64_t reads_, writes_;  // parts of a unit
   Schedule schedule_;
   bool keeps_;               // what the activation in front gives
@@ -370,7 +371,7 @@ class Forward {
   Buffer<Moments> moments_;  // [places, reads] or [places, reads, groups]
   Buffer<float> maps_;       // [places, mean scale shift, map_length]
   Buffer<float> lanes_;      // [threads, pivot sum square, lanes]
-  bool both_;                // there are two activations left
+  bool staged_;              // written by way of a tile: two activations are left, or in place
   int64_t tile_size_;
   Buffer<float> tiles_;   // [threads, 2, tile size]
   Buffer<float> affine_;  // [weight bias, channels]
@@ -382,19 +383,13 @@ namespace {
 
 void run(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads,
          bool normalises) {
-  FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
-  FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");
-  advise_huge_pages(tensors.output, problem.batch * problem.channels * problem.pixels *
-                                        size_of(problem.output_dtype));
+  prepare_output(problem, tensors);
   Forward(problem, tensors, threads, normalises).run();
 }
 
 void check_forward(GroupNormProblem const& problem, int threads) {
   check(problem, threads);
-  bool const converts = problem.dtype == problem.output_dtype || problem.dtype == DType::kFloat32 ||
-                        problem.output_dtype == DType::kFloat32;
-  FUSEDCONV_CHECK(converts, "output_dtype: got ", name_of(problem.output_dtype),
-                  " for an input of ", name_of(problem.dtype));
+  check_dtypes(problem);
 }
 
 }  // namespace
@@ -412,9 +407,9 @@ void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors
   run(problem, tensors, threads, true);
 }
 
-void activate(GroupNormProblem const& problem, void const* input, void* output, int threads) {
+void activate(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads) {
   check_forward(problem, threads);
-  if (!is_empty(problem)) run(problem, {.input = input, .output = output}, threads, false);
+  if (!is_empty(problem)) run(problem, tensors, threads, false);
 }
 
 }  // namespace fusedconv::cpu

@@ -7,13 +7,15 @@
 namespace fusedconv::cpu {
 
 // Computes in float32 whatever the dtypes, of which one may be float32 where they differ. The bits
-// do not depend on `threads`, which only bounds how many OpenMP threads are used. The output must
-// not overlap the input. A problem without elements writes no output, and gives each group that it
-// still has mean 0 and rstd NaN, as PyTorch does. Throws InvalidArgument.
+// do not depend on `threads`, which only bounds how many OpenMP threads are used. The output may be
+// the input, where dtype and layout are the same, and must not overlap it else. A problem without
+// elements writes no output, and gives each group that it still has mean 0 and rstd NaN, as PyTorch
+// does. Throws InvalidArgument.
 void group_norm(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads);
 
-// The same without the normalisation: activations, layout and dtype.
-void activate(GroupNormProblem const& problem, void const* input, void* output, int threads);
+// The same without statistics: activations, between them weight and bias of each channel, layout
+// and dtype.
+void activate(GroupNormProblem const& problem, GroupNormTensors const& tensors, int threads);
 
 // Dense tensors. grad_output and input have the problem's dtype and input layout, grad_input its
 // output dtype and input layout; mean and rstd are [batch, groups], grad_weight and grad_bias

@@ -53,6 +53,29 @@ void check(GroupNormProblem const& problem, int threads) {
   FUSEDCONV_CHECK(!std::isnan(problem.eps), "eps: got ", problem.eps);
 }
 
+void check_dtypes(GroupNormProblem const& problem) {
+  bool const converts = problem.dtype == problem.output_dtype || problem.dtype == DType::kFloat32 ||
+                        problem.output_dtype == DType::kFloat32;
+  FUSEDCONV_CHECK(converts, "output_dtype: got ", name_of(problem.output_dtype),
+                  " for an input of ", name_of(problem.dtype));
+}
+
+void prepare_output(GroupNormProblem const& problem, GroupNormTensors const& tensors) {
+  FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
+  FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");
+  if (tensors.input == tensors.output) {
+    bool const same =
+        problem.dtype == problem.output_dtype && problem.input_layout == problem.output_layout;
+    FUSEDCONV_CHECK(same, "output: got the input, expected another tensor, for an output of ",
+                    name_of(problem.output_dtype), " ", name_of(problem.output_layout),
+                    " and an input of ", name_of(problem.dtype), " ",
+                    name_of(problem.input_layout));
+    return;
+  }
+  advise_huge_pages(tensors.output, problem.batch * problem.channels * problem.pixels *
+                                        size_of(problem.output_dtype));
+}
+
 void read_affine(DType dtype, void const* from, int64_t count, float otherwise, float* to) {
   if (from == nullptr) {
     std::fill_n(to, count, otherwise);

@@ -166,6 +166,11 @@ void advise_huge_pages(void* data, int64_t bytes);
 
 // What both passes check of a problem; throws InvalidArgument.
 void check(GroupNormProblem const& problem, int threads);
+// That of two dtypes of 16 bits none is converted to the other.
+void check_dtypes(GroupNormProblem const& problem);
+// That a forward pass has an input and an output that it can write; asks for large pages behind a
+// new one.
+void prepare_output(GroupNormProblem const& problem, GroupNormTensors const& tensors);
 constexpr bool is_empty(GroupNormProblem const& problem) {
   return problem.batch == 0 || problem.channels == 0 || problem.pixels == 0;
 }

@@ -89,6 +89,12 @@ def epilogue(bias: bool, activation: str, order: str, norm: Norm | None) -> Epil
     return (*stages, *(norms + acts if order == "norm_act" else acts + norms))
 
 
+def need_what_they_read(stages: Epilogue) -> bool:
+    """Whether gradients through stages need what these were computed from; through a bias alone
+    they do not."""
+    return any(not isinstance(stage, Bias) for stage in stages)
+
+
 @lru_cache(maxsize=4096)
 def act_norm_act(stages: Epilogue, ungrouped: frozenset[str] = frozenset()) -> ActNormAct | Support:
     """An epilogue as the fused kernels take it, or why they do not. ``ungrouped`` are the kinds of

@@ -169,12 +169,6 @@ class _Chain:
         self._head = len(nodes)
 
     @property
-    def device(self) -> str:
-        """The type of the device that it is computed on."""
-        tensor = example(self.input)
-        return "" if tensor is None else tensor.device.type
-
-    @property
     def is_new(self) -> bool:
         """Whether its nodes are more than one call of ours."""
         return len(self.nodes) > self._head or not is_ours(self.nodes[0])
@@ -317,7 +311,7 @@ def _extend(chain: _Chain, axes: int) -> None:
 
 def _reason_against_norm(chain: _Chain, norm: Normalization, match: Match) -> str | None:
     output = example(match.nodes[-1])
-    return reason_against_norm(norm, chain.device, output is not None and output.requires_grad)
+    return reason_against_norm(norm, output is not None and output.requires_grad)
 
 
 def _stage(node: Node, axes: int) -> Match | Refusal | None:

@@ -248,7 +248,7 @@ def _is_kept(chain: Chain, input: Any) -> bool:
     gradients = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
-    return reason_against_norm(norm, input.device.type, gradients) is not None
+    return reason_against_norm(norm, gradients) is not None
 
 
 def _is_refused(stages: list[Stage], output: Tensor) -> bool:

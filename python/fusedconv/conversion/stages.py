@@ -95,18 +95,11 @@ def described(*parts: Stage) -> str:
     return " -> ".join(part if isinstance(part, str) else part.title for part in parts)
 
 
-#: Kinds of normalisation that are joined on processors, where kernels of ours have no others: the
-#: convolution in front is then theirs to choose, and the normalisation torch's.
-PROCESSOR_KINDS: tuple[str, ...] = ("group", "instance")
-
-
-def reason_against_norm(norm: Normalization, device: str, gradients: bool = False) -> str | None:
-    """Why a normalisation is not joined on devices of a type; None where it is. ``gradients`` says
-    that autograd is to follow it."""
+def reason_against_norm(norm: Normalization, gradients: bool) -> str | None:
+    """Why a normalisation is not joined; None where it is. ``gradients`` says that autograd is to
+    follow it."""
     if gradients and norm.kind == "affine":
         return "its gradients take less memory in torch"
-    if device == "cpu" and norm.kind not in PROCESSOR_KINDS:
-        return "no kernel of ours has it on processors"
     return None
 
 
@@ -182,9 +175,7 @@ def examined(module: Any, channels: int, axes: int) -> tuple[Stage | None, str |
     if module.running_mean is None:
         return None, f"{kind.__name__} has no running statistics"
     running = (module.running_mean, module.running_var)
-    norm = Normalization("affine", module.weight, module.bias, module.eps, None, *running)
-    reason = reason_against_norm(norm, running[0].device.type)
-    return (norm, None) if reason is None else (None, f"{kind.__name__}: {reason}")
+    return Normalization("affine", module.weight, module.bias, module.eps, None, *running), None
 
 
 # ---- what the functions serve --------------------------------------------------------------------

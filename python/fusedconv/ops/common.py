@@ -94,6 +94,7 @@ def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, T
     output = dense(output, layout)
     if conv_output is None:
         conv_output = input.new_empty((0,))
+        output = output.clone() if output._is_view() else output
     else:
         conv_output = dense(conv_output, layout)
         if output is conv_output or output._is_view() or conv_output._is_view():
@@ -260,6 +261,8 @@ def direct_operator(
                 # Else writing to the output in place would change what is saved.
                 outputs = Outputs(*operator_outputs(tensors[0], outputs))
             output, conv_output, mean, rstd = outputs
+            # Nobody else has what it is a view of, but autograd refuses to change views in place.
+            output = output.data if output._is_view() else output
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, conv_output, mean, rstd)
             ctx.plan = plan

@@ -26,6 +26,7 @@ from fusedconv.ops.common import (
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan, torch_backward_plan
 from fusedconv.plan import BackwardPlan
 from fusedconv.precision import resolve_precision
+from fusedconv.problem import epilogue, need_what_they_read
 from fusedconv.recording import record
 from fusedconv.selection import run
 
@@ -86,6 +87,7 @@ def _forward_fake(*arguments: Any) -> Saved:
     output = empty(input, shape, layout, call.output_dtype or input.dtype)
     statistics = statistics_dtype(input)
     groups = 0 if norm is None else norm.groups(conv.out_channels)
+    save = save and need_what_they_read(epilogue(False, call.activation, call.order, norm))
     statistics_shape = [shape[0], groups] if save and groups else [0]
     conv_output = input.new_empty([0]) if not save else empty(input, shape, layout, input.dtype)
     return (

@@ -24,6 +24,7 @@ from fusedconv.problem import (
     ForwardProblem,
     Problem,
     epilogue,
+    need_what_they_read,
 )
 from fusedconv.recording import record
 from fusedconv.selection import cached, choose, forced_kernels, plan_for
@@ -165,6 +166,7 @@ def _problem(
     conv: ConvTransposeGeometry | None = None,
     bias: bool = False,
 ) -> ForwardProblem:
+    stages = epilogue(bias, activation, order, norm)
     return ForwardProblem(
         dtype=input.dtype,
         output_dtype=output_dtype or input.dtype,
@@ -175,8 +177,8 @@ def _problem(
         channels=input.shape[1],
         spatial=tuple(input.shape[2:]),
         conv=conv,
-        epilogue=epilogue(bias, activation, order, norm),
-        save=save,
+        epilogue=stages,
+        save=save and need_what_they_read(stages),
     )
 
 

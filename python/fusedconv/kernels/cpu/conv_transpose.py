@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_compiled
 from fusedconv.kernels.cpu.convolution import FORMS, PROVIDER, AsTorch, Convolution, Form
-from fusedconv.kernels.cpu.group_norm import Stages, converts
+from fusedconv.kernels.cpu.group_norm import UNGROUPED, Stages, converts
 from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import dense
 from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
@@ -33,8 +33,8 @@ _RELAYOUT_PASSES = 4.0
 def _form(problem: ForwardProblem, dtype: torch.dtype) -> ActNormAct | Support:
     """The stages as a compiled pass over a convolution's output of this dtype takes them; a refusal
     where none does."""
-    support = supports_compiled(problem) and converts(dtype, problem.output_dtype)
-    return act_norm_act(problem.epilogue) if support else support
+    support = supports_compiled(problem, UNGROUPED) and converts(dtype, problem.output_dtype)
+    return act_norm_act(problem.epilogue, UNGROUPED) if support else support
 
 
 def _stages_in_torch(problem: ForwardProblem, dtype: torch.dtype) -> ForwardProblem:
@@ -106,7 +106,9 @@ class ConvTransposePlan(ForwardPlan):
         if problem.save:
             conv_output = x if self.stored is None else self.stored.run(x, None, None)[0]
         if self.fused is not None:
-            output, mean, rstd = self.fused.run(x, norm_weight, norm_bias)
+            # New memory takes longer to come by than to write.
+            fresh = conv_output is not x
+            output, mean, rstd = self.fused.run(x, norm_weight, norm_bias, in_place=fresh)
             return Outputs(output, conv_output, mean, rstd)
         output, mean, rstd = dense(x, problem.output_layout), None, None
         if self.in_torch is not None:
@@ -151,7 +153,7 @@ class CpuConvTranspose(ForwardKernel):
                 anew = _stages_in_torch(problem, convolution.dtype)
                 total += TorchForward().cost(anew, device)
             total += device.copy_milliseconds(_RELAYOUT_PASSES * moved) if not lies else 0.0
-        elif form.norm is not None:
+        elif form.norm is not None and form.norm.kind != "affine":
             total += device.copy_milliseconds(_NORM_PASSES / 2 * moved)
         elif stages or not lies or convolution.dtype != problem.output_dtype:
             total += device.copy_milliseconds(_PASSES / 2 * moved)

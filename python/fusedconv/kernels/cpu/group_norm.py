@@ -29,6 +29,8 @@ from fusedconv.precision import COMPILED_DTYPES, dtype_name
 from fusedconv.problem import ActNormAct, BackwardProblem, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
+#: Normalisations without groups that compiled passes have behind a convolution.
+UNGROUPED = frozenset({"layer", "affine"})
 #: Passes over a tensor that a compiled pass over two tensors takes, and one over three.
 _PASSES, _GRADIENT_PASSES = 2.0, 4.0
 
@@ -55,16 +57,18 @@ class Stages:
             output_layout=problem.output_layout,
             dtype=dtype,
         )
-        self.save = problem.save and form.norm is not None
-        self.normalises = form.norm is not None
+        self.kind = form.norm.kind if form.norm else None
+        self.save = problem.save and form.norm is not None and self.kind not in UNGROUPED
         self.keeps = layout == problem.output_layout and dtype == problem.output_dtype
         self.layout, self.dtype = problem.output_layout, problem.output_dtype
         self.statistics = (
             problem.batch,
             form.norm.groups(problem.output_channels) if form.norm else 0,
         )
-        fused = [form.before, "group_norm" if form.norm else "identity", form.after]
-        name = "fused " + " + ".join(part for part in fused if part != "identity")
+        named = {None: "identity", "layer": "layer_norm over channels", "affine": "affine map"}
+        fused = [form.before, named.get(self.kind, "group_norm"), form.after]
+        parts = [part for part in fused if part != "identity"]
+        name = f"fused {' + '.join(parts)}" if parts else "copy"
         changes = []
         if layout != problem.output_layout:
             changes.append(f"{layout.upper()} to {problem.output_layout.upper()}")
@@ -73,23 +77,39 @@ class Stages:
         self.step = f"{name}{', ' if changes else ''}{', '.join(changes)} (fusedconv._C)"
 
     def run(
-        self, x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None
+        self,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Output, and mean and rstd where they are saved."""
-        output = torch.empty_like(x) if self.keeps else empty(x, x.shape, self.layout, self.dtype)
+        """Output, and mean and rstd where they are saved. ``in_place`` gives ``x`` away, which is
+        overwritten where layout and dtype are the output's."""
+        if self.keeps:
+            output = x if in_place else torch.empty_like(x)
+        else:
+            output = empty(x, x.shape, self.layout, self.dtype)
         threads = torch.get_num_threads()
-        if not self.normalises:
-            _C.cpu.activate(self.compiled, x.data_ptr(), output.data_ptr(), threads)
-            return output, None, None
-        mean = rstd = None
-        if self.save:
-            mean = torch.empty(self.statistics, dtype=torch.float32)
-            rstd = torch.empty(self.statistics, dtype=torch.float32)
         # Written out: on a small tensor the calls of helpers would take as long as the kernel.
         if norm_weight is not None:
             norm_weight = norm_weight.contiguous()
         if norm_bias is not None:
             norm_bias = norm_bias.contiguous()
+        if self.kind is None or self.kind in UNGROUPED:
+            run = _C.cpu.layer_norm if self.kind == "layer" else _C.cpu.activate
+            run(
+                self.compiled,
+                x.data_ptr(),
+                output.data_ptr(),
+                0 if norm_weight is None else norm_weight.data_ptr(),
+                0 if norm_bias is None else norm_bias.data_ptr(),
+                threads,
+            )
+            return output, None, None
+        mean = rstd = None
+        if self.save:
+            mean = torch.empty(self.statistics, dtype=torch.float32)
+            rstd = torch.empty(self.statistics, dtype=torch.float32)
         _C.cpu.group_norm(
             self.compiled,
             x.data_ptr(),

@@ -22,7 +22,7 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import UNGROUPED, goes_through_scratch
+from fusedconv.kernels.cuda.convolution import goes_through_scratch
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -36,10 +36,7 @@ from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
-#: Positions of a block, bytes of channels in a step, and cycles that a column takes of one at full
-#: rate.
-BLOCK_POSITIONS = 128
-STEP_BYTES = 128
+#: Cycles that a column takes of a step at full rate.
 COLUMN_CYCLES = 4.0
 
 
@@ -86,10 +83,8 @@ class BoxesSm90(TapsRow):
     """A row of ``_C.sm90.boxes.rows()``."""
 
     provider = "boxes_sm90"
-    ungrouped = UNGROUPED | {"affine"}
     architecture = 90
     most_blocks = (1 << 30) - 1
-    takes_moments = False
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         aligned = self._transposes_input(problem) or readable_aligned(problem)
@@ -167,7 +162,8 @@ class BoxesSm90(TapsRow):
             own = columns
             if self.row.segments > 1:
                 own = columns // self.row.segments * mask.bit_count()
-            copied = (BLOCK_POSITIONS + own) * STEP_BYTES * costs.copied
+            lines = self.room.block_positions + own
+            copied = lines * self.room.chunk_bytes * costs.copied
             steps += max(own * COLUMN_CYCLES * costs.products[self.row.segments], copied)
             steps += costs.step
         tile = steps * config.channel_blocks * config.chunks

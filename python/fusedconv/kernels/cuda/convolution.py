@@ -85,18 +85,20 @@ def supports_partials(problem: ForwardProblem, config: Any) -> Support:
 class ConvolutionRow(ForwardKernel):
     """A row of ``room.rows()``, whose ``Config`` and steps the room has too."""
 
-    #: Normalisations without groups that it serves.
-    ungrouped: frozenset[str] = frozenset()
-    #: Whether its convolution takes GroupNorm's moments, and may store what it was before the
-    #: activation; else passes over its output do.
-    takes_moments = True
-
     def __init__(self, room: Any, index: int, row: Any) -> None:
         self.room = room
+        #: Whether its convolution takes GroupNorm's moments, and may store what it was before the
+        #: activation; else passes over its output do.
+        self.takes_moments: bool = room.takes_moments
         self.index = index
         self.row = row
         self.name = row.name
         self.precision: Precision = _C.math_traits(row.math).precision
+
+    @property
+    def ungrouped(self) -> frozenset[str]:
+        """Normalisations without groups that it serves."""
+        return frozenset()
 
     @abstractmethod
     def config(self, problem: ForwardProblem, device: Device) -> Any:
@@ -190,7 +192,9 @@ class InPlaceRow(ConvolutionRow):
     """One that stores a tensor's order: what normalises goes over it in place, unless a saved
     convolution output, another dtype or another layout asks for a second tensor."""
 
-    ungrouped = UNGROUPED
+    @property
+    def ungrouped(self) -> frozenset[str]:
+        return UNGROUPED | {"affine"} if self.room.scales else UNGROUPED
 
     @abstractmethod
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:

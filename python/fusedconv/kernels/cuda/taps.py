@@ -19,7 +19,6 @@ from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.convolution import (
-    UNGROUPED,
     InPlaceRow,
     supports_affine,
     supports_extents,
@@ -160,7 +159,6 @@ class TapsSm80(TapsRow):
     """A row of ``_C.taps.rows()``."""
 
     provider = "taps_sm80"
-    ungrouped = UNGROUPED | {"affine"}
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)

@@ -16,7 +16,6 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import UNGROUPED
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
 from fusedconv.kernels.cuda.taps import TapsRow
 from fusedconv.plan import Kernel
@@ -70,7 +69,6 @@ class TapsSm90(TapsRow):
     """A row of ``_C.sm90.taps.rows()``."""
 
     provider = "taps_sm90"
-    ungrouped = UNGROUPED | {"affine"}
     architecture = 90
     most_blocks = (1 << 30) - 1
 

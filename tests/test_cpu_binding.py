@@ -329,6 +329,38 @@ def test_gradients_of_no_samples():
     assert not sums.any()
 
 
+# ---- sums of channels ----------------------------------------------------------------------------
+
+
+def check_channel_sums(size, dtype, layout, threads=2):
+    x = values(size, dtype, layout)
+    sums = Guarded((size[1],), torch.float32)
+    one = problem(size, dtype, dtype, (layout, layout))
+    _C.cpu.channel_sums(one, x.data_ptr(), sums.address, threads)
+    exact = x.double().sum((0, 2))
+    assert_as_accurate_as_torch(sums.check(), x.float().sum((0, 2)), exact)
+    return sums.tensor
+
+
+@pytest.mark.parametrize("layout", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (3, 5, 70_001, 1), (64, 256, 16, 1)], ids=str)
+def test_channel_sums(size, dtype, layout):
+    expected = check_channel_sums(size, dtype, layout)
+    for threads in (1, 3, 16):
+        assert torch.equal(check_channel_sums(size, dtype, layout, threads), expected)
+
+
+def test_channel_sums_of_no_samples():
+    sums = torch.full((6,), torch.nan)
+    empty = problem((0, 6, 5, 3), torch.float32, torch.float32, ("nchw", "nchw"))
+    _C.cpu.channel_sums(empty, 0, sums.data_ptr(), 1)
+    assert not sums.any()
+    one = problem((1, 6, 5, 3), torch.float32, torch.float32, ("nchw", "nchw"))
+    with pytest.raises(ValueError, match="input: got null"):
+        _C.cpu.channel_sums(one, 0, sums.data_ptr(), 1)
+
+
 # ---- instruction sets ----------------------------------------------------------------------------
 
 #: Run in a process of its own, as the choice is made once; its argument is this directory.
@@ -347,6 +379,7 @@ def check_every_loop(name):
     for size in ((2, 12, 77, 4), (1, 33, 50, 11)):
         for read, written in CONVERSIONS:
             for first in PLACES:
+                check_channel_sums(size, read, first)
                 for second in PLACES:
                     for before, after in (("gelu", "identity"), ("identity", "silu")):
                         arguments = (size, read, written, (first, second), before, after)

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "binding/binding.hpp"
+#include "cpu/channel_sums.hpp"
 #include "cpu/group_norm.hpp"
 #include "cpu/layer_norm.hpp"
 #include "cpu/loops.hpp"
@@ -52,6 +53,14 @@ void bind_cpu(py::module_& m) {
            py::arg("output"), py::arg("weight"), py::arg("bias"), py::arg("threads"),
            "Activation, LayerNorm over the channels of each pixel, activation. Addresses of dense "
            "tensors; 0 where weight or bias is absent.");
+  room.def(
+      "channel_sums",
+      [](GroupNormProblem const& problem, uintptr_t input, uintptr_t sums, int threads) {
+        py::gil_scoped_release const release;
+        cpu::channel_sums(problem, address<void>(input), address<float>(sums), threads);
+      },
+      py::arg("problem"), py::arg("input"), py::arg("sums"), py::arg("threads"),
+      "Sums of each channel over samples and pixels, in float32. Addresses of dense tensors.");
   room.def(
       "group_norm_gradients",
       [](GroupNormProblem const& problem, uintptr_t grad_output, uintptr_t input, uintptr_t mean,

@@ -433,13 +433,27 @@ class Explanation:
             others = [c for c in candidates if c.kernel.name not in taken]
             if others:
                 lines.append("  not chosen" + ("" if part == "forward" else f" for {part}") + ":")
+            refused: dict[str, list[Kernel]] = {}
             for candidate in others:
-                verdict = candidate.support.reason
-                if candidate.cost is not None:
-                    verdict = f"estimated {candidate.cost:.4g} ms"
-                    verdict += self._measured((part,), candidate.kernel.name)
-                lines.append(f"    {candidate.kernel.name}: {verdict}")
+                if candidate.cost is None:
+                    refused.setdefault(candidate.support.reason, []).append(candidate.kernel)
+                    continue
+                measured = self._measured((part,), candidate.kernel.name)
+                estimated = f"estimated {candidate.cost:.4g} ms"
+                lines.append(f"    {candidate.kernel.name}: {estimated}{measured}")
+            lines += [f"    {_named(kernels)}: {why}" for why, kernels in refused.items()]
         return "\n".join(lines)
+
+
+#: So many kernels that are refused for one reason are named one by one.
+_NAMED = 3
+
+
+def _named(kernels: Sequence[Kernel]) -> str:
+    if len(kernels) <= _NAMED:
+        return ", ".join(kernel.name for kernel in kernels)
+    providers = dict.fromkeys(kernel.provider for kernel in kernels)
+    return f"{len(kernels)} kernels of {', '.join(providers)}"
 
 
 def explain_problem(problem: Problem, device: Device) -> Explanation:

@@ -26,6 +26,8 @@ FORWARD_PASSES = 3.5
 #: whose sums are over positions.
 _PLAIN_LOOPS = 1 / 8
 _WEIGHT_GRADIENT = 0.6
+#: Passes over the output's gradient that the bias's takes on channels last.
+_BIAS_PASSES_LAST = 4.0
 #: Below so many elements, counted over the first four axes, torch's own loops take one sample.
 _SMALL_SAMPLE = 20480
 
@@ -102,10 +104,13 @@ def gradients_milliseconds(
 ) -> float:
     """torch's gradients of some of "input", "weight" and "bias" by one call."""
     total = CALL * device.launch_milliseconds
-    for gradient in gradients:
-        if gradient == "bias":
-            total += device.copy_milliseconds(problem.output_elements * dtype.itemsize)
-        else:
-            share = _WEIGHT_GRADIENT if gradient == "weight" else 1.0
+    asked = set(gradients)
+    if "bias" in asked:
+        passes = _BIAS_PASSES_LAST if layout == "nhwc" else 1.0
+        total += device.copy_milliseconds(passes * problem.output_elements * dtype.itemsize)
+        if not in_plain_loops(problem, dtype):
+            asked.add("weight")  # oneDNN computes both or none
+    for gradient, share in (("input", 1.0), ("weight", _WEIGHT_GRADIENT)):
+        if gradient in asked:
             total += _milliseconds(problem, device, dtype, layout, _GRADIENT_PASSES, share)
     return total

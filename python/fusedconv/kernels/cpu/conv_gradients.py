@@ -8,8 +8,10 @@ import math
 import torch
 from torch import Tensor
 
+from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels import onednn
+from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cpu.convolution import (
     PROVIDER,
     as_stored,
@@ -21,10 +23,10 @@ from fusedconv.kernels.cpu.convolution import (
     tiles_last,
     tiles_output,
 )
-from fusedconv.layout import Layout, result_layout
+from fusedconv.layout import Layout, dense, layout_of, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
-from fusedconv.problem import BackwardProblem
+from fusedconv.problem import ActNormAct, BackwardProblem
 from fusedconv.reference import convolution_gradients
 from fusedconv.support import Support
 
@@ -237,5 +239,67 @@ class MatrixProductGradients(BackwardKernel):
         return _MatrixProductPlan(self.name, problem, computing_dtype(problem.forward, device))
 
 
+# ---- the bias ------------------------------------------------------------------------------------
+
+
+class _BiasPlan(BackwardPlan):
+    steps = ("fused sums of each channel for bias (fusedconv._C)",)
+
+    def __init__(self, kernel: str, problem: BackwardProblem) -> None:
+        self.kernel = kernel
+        self.channels = problem.forward.output_channels
+        self.layout = result_layout(problem.forward.layout)
+        sums = dataclasses.replace(problem.forward, epilogue=(), save=False)
+        form = ActNormAct(False, "identity", None, "identity")
+        # Behind an epilogue the gradient is in float32, whatever the problem's dtype.
+        self.compiled = {
+            (dtype, layout): group_norm_problem(
+                sums,
+                form,
+                batch=sums.batch,
+                input_layout=layout,
+                output_layout=layout,
+                dtype=dtype,
+                output_dtype=dtype,
+            )
+            for dtype in {problem.forward.dtype, torch.float32}
+            for layout in ("nchw", "nhwc")
+        }
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        grad = tensors.of_convolution
+        layout = layout_of(grad.shape, grad.stride())
+        if layout == "strided":
+            layout = self.layout
+            grad = dense(grad, layout)
+        compiled = self.compiled.get((grad.dtype, layout))
+        if compiled is None:
+            grad = grad.float()
+            compiled = self.compiled[torch.float32, layout]
+        sums = grad.new_empty(self.channels, dtype=torch.float32)
+        threads = torch.get_num_threads()
+        _C.cpu.channel_sums(compiled, grad.data_ptr(), sums.data_ptr(), threads)
+        return Gradients(bias=sums)
+
+
+class BiasGradient(BackwardKernel):
+    """One pass over the output's gradient. oneDNN computes the bias's with the weight's, and on
+    channels last takes longer for it than for the products."""
+
+    name = f"{PROVIDER}_bias_backward"
+    provider = PROVIDER
+    computes = frozenset({"bias"})
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        return _supports(problem, device)
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        size = problem.forward.output_elements * problem.grad_dtype.itemsize
+        return device.launch_milliseconds + device.copy_milliseconds(size)
+
+    def compile(self, problem: BackwardProblem, device: Device) -> BackwardPlan:
+        return _BiasPlan(self.name, problem)
+
+
 def kernels() -> list[Kernel]:
-    return [WidenedGradients(), MatrixProductGradients()]
+    return [WidenedGradients(), MatrixProductGradients(), BiasGradient()]

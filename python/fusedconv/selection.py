@@ -433,27 +433,19 @@ class Explanation:
             others = [c for c in candidates if c.kernel.name not in taken]
             if others:
                 lines.append("  not chosen" + ("" if part == "forward" else f" for {part}") + ":")
-            refused: dict[str, list[Kernel]] = {}
+            refused: dict[tuple[str, str], list[str]] = {}
             for candidate in others:
+                kernel = candidate.kernel
                 if candidate.cost is None:
-                    refused.setdefault(candidate.support.reason, []).append(candidate.kernel)
+                    reason = kernel.provider, candidate.support.reason
+                    refused.setdefault(reason, []).append(kernel.name)
                     continue
-                measured = self._measured((part,), candidate.kernel.name)
-                estimated = f"estimated {candidate.cost:.4g} ms"
-                lines.append(f"    {candidate.kernel.name}: {estimated}{measured}")
-            lines += [f"    {_named(kernels)}: {why}" for why, kernels in refused.items()]
+                measured = self._measured((part,), kernel.name)
+                lines.append(f"    {kernel.name}: estimated {candidate.cost:.4g} ms{measured}")
+            for (provider, reason), names in refused.items():
+                more = f" and {len(names) - 1} more of {provider}" if len(names) > 1 else ""
+                lines.append(f"    {names[0]}{more}: {reason}")
         return "\n".join(lines)
-
-
-#: So many kernels that are refused for one reason are named one by one.
-_NAMED = 3
-
-
-def _named(kernels: Sequence[Kernel]) -> str:
-    if len(kernels) <= _NAMED:
-        return ", ".join(kernel.name for kernel in kernels)
-    providers = dict.fromkeys(kernel.provider for kernel in kernels)
-    return f"{len(kernels)} kernels of {', '.join(providers)}"
 
 
 def explain_problem(problem: Problem, device: Device) -> Explanation:

@@ -437,8 +437,8 @@ class Explanation:
             for candidate in others:
                 kernel = candidate.kernel
                 if candidate.cost is None:
-                    reason = kernel.provider, candidate.support.reason
-                    refused.setdefault(reason, []).append(kernel.name)
+                    alike = refused.setdefault((kernel.provider, candidate.support.reason), [])
+                    alike.append(kernel.name)
                     continue
                 measured = self._measured((part,), kernel.name)
                 lines.append(f"    {kernel.name}: estimated {candidate.cost:.4g} ms{measured}")

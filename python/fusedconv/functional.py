@@ -1,13 +1,16 @@
 """Functional forms: ``conv_transpose_act_norm`` and ``group_norm``.
 
-Every activation is a name in ``fusedconv.activations.ACTIVATIONS`` or None; ``order`` is "act_norm"
-(activation, then GroupNorm, as in the three systems) or "norm_act" (the other way round, as
-in most published models). Integers are what torch takes for integers (numpy's too, no bool); a
+Every activation is a name in ``fusedconv.activations.NAMES`` or None, "leaky_relu" and "elu" with
+their parameter in brackets ("leaky_relu(0.2)") or its default. Kernels compute those in
+``ACTIVATIONS``; the others are torch's operators behind the kernels or between them. ``order`` is
+"act_norm" (activation, then GroupNorm, as in the three systems) or "norm_act" (the other way round,
+as in most published models). Integers are what torch takes for integers (numpy's too, no bool); a
 value per axis is an integer, or a sequence of one or of all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
-from fusedconv.activations import ACTIVATIONS, activate
+from fusedconv.activations import UNFUSED, activate, activate_by, parsed
 from fusedconv.arguments import choice, finite, integer, integers, tensor
 from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.torch import TorchPlan
@@ -96,7 +99,7 @@ def conv_transpose_act_norm(
     tensor("norm_bias", norm_bias, optional=True)
     axes = weight.dim() - 2
     validation.check_axes(weight)
-    name = _activation(activation)
+    name, parameter = parsed(activation)
     choice("order", order, ORDERS)
     choice("precision", precision, PRECISIONS, optional=True)
     eps = finite("eps", eps)
@@ -130,6 +133,26 @@ def conv_transpose_act_norm(
             activation=activation, precision=precision,
         )  # fmt: skip
         return batched.squeeze(0)
+    if name in UNFUSED:
+        alone = functools.partial(
+            conv_transpose_act_norm, input, weight, bias, *geometry[:3], groups, geometry[3],
+            precision=precision,
+        )  # fmt: skip
+        if order == "norm_act" or not normalises:
+            x = alone(
+                num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
+                norm=norm,
+            )  # fmt: skip
+            return activate_by(x, name, parameter)
+        channels = weight.shape[1] * groups
+        stage = validation.norm_geometry(
+            input, channels, num_groups or 0, norm_weight, norm_bias, eps,
+            ("norm_weight", "norm_bias"), kind or "group",
+        )  # fmt: skip
+        x = activate_by(alone(), name, parameter)
+        if count := stage.groups(channels):
+            return group_norm(x, count, norm_weight, norm_bias, eps)
+        return normalized(stage, x, norm_weight, norm_bias)
 
     output_dtype: torch.dtype | None = None
     device = input.device.type
@@ -197,11 +220,6 @@ def _lowered(tensor: Tensor, low: torch.dtype) -> Tensor:
     return tensor if wide else tensor.to(low)
 
 
-def _activation(activation: str | None) -> str:
-    """The operators' name of an activation."""
-    return choice("activation", activation, ACTIVATIONS, optional=True) or "identity"
-
-
 def _composed_under_autocast(call: ops.ConvCall) -> Tensor:
     """torch's operators, each cast as autocast on the processor casts it."""
     conv, norm = call.geometries()
@@ -252,12 +270,16 @@ def group_norm(
     tensor("input", input)
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
-    name = _activation(activation)
+    name, parameter = parsed(activation)
     choice("order", order, ORDERS)
     eps = finite("eps", eps)
     num_groups = integer("num_groups", num_groups)
     if num_groups < 1:
         raise ValueError(f"num_groups: got {num_groups}, expected a positive integer")
+    if name in UNFUSED:
+        if order == "act_norm":
+            return group_norm(activate_by(input, name, parameter), num_groups, weight, bias, eps)
+        return activate_by(group_norm(input, num_groups, weight, bias, eps), name, parameter)
     output_dtype = torch.float32 if _widens(input) else None
     call = ops.NormCall(input, num_groups, weight, bias, eps, name, order, output_dtype)
     if ops.goes_direct(input, tensors):

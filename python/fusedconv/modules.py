@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
-from fusedconv.activations import ACTIVATIONS, activate
+from fusedconv.activations import UNFUSED, activate, parsed
 from fusedconv.composing import announce, departure
 from fusedconv.precision import PRECISIONS, resolve_precision
 from fusedconv.problem import ORDERS
@@ -36,7 +36,9 @@ class FusedConvTranspose(nn.Module):
         precision: str | None
 
     _conv_type: ClassVar[type[Any]]
-    __constants__: ClassVar[list[str]] = ["activation", "order", "precision", "_fuses", "_resizes"]
+    __constants__: ClassVar[list[str]] = [
+        "activation", "order", "precision", "_fuses", "_resizes", "_activation", "_parameter",
+    ]  # fmt: skip
 
     def _departure(self, conv: Any, norm: Any) -> str | None:
         """Why the children must be called, None where reading their parameters does the same."""
@@ -46,8 +48,13 @@ class FusedConvTranspose(nn.Module):
         return reason
 
     _fuses = scripting.AtScripting(
-        lambda self: self._departure(self.conv_transpose, self.group_norm) is None
+        lambda self: (
+            self._departure(self.conv_transpose, self.group_norm) is None
+            and parsed(self.activation)[0] not in UNFUSED
+        )
     )
+    _activation = scripting.AtScripting(lambda self: parsed(self.activation)[0])
+    _parameter = scripting.AtScripting(lambda self: parsed(self.activation)[1] or 0.0)
     #: Whether TorchScript finds an ``output_size`` among the arguments of ``conv_transpose``.
     _resizes = scripting.AtScripting(lambda self: isinstance(self.conv_transpose, _ConvTransposeNd))
 
@@ -151,7 +158,7 @@ class FusedConvTranspose(nn.Module):
             return self._activate(norm(x))
 
     def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.activation)
+        return activate(x, self._activation, self._parameter)
 
     def _steps(self) -> tuple[tuple[str, object], ...]:
         """What ``_compose`` calls: names, and children or None for functions."""
@@ -173,7 +180,7 @@ def _weight_and_bias(child: Any) -> tuple[Any, Any]:
 
 
 def _check_activation(activation: str | None, order: str) -> None:
-    arguments.choice("activation", activation, ACTIVATIONS, optional=True)
+    parsed(activation)
     arguments.choice("order", order, ORDERS)
 
 
@@ -305,9 +312,9 @@ class ConvTransposeActNorm2d(_ConvTransposeActNorm):
 
     The positional arguments are ``torch.nn.ConvTranspose2d``'s. ``num_groups``, ``eps`` and
     ``affine`` are ``torch.nn.GroupNorm``'s; ``num_groups`` None leaves the normalisation out.
-    ``activation`` is None or a name in ``fusedconv.activations.ACTIVATIONS``; ``order`` is
-    "act_norm" or "norm_act". ``precision`` ("tf32", "fp32" or None for torch's switches) applies to
-    float32.
+    ``activation`` is None or a name in ``fusedconv.activations.NAMES``, of which the functions say
+    more; ``order`` is "act_norm" or "norm_act". ``precision`` ("tf32", "fp32" or None for torch's
+    switches) applies to float32.
 
     Parameters: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``,
     ``group_norm.bias``. A value or type that cannot be right raises ValueError or TypeError naming
@@ -333,7 +340,13 @@ class GroupNorm(nn.GroupNorm):
     """
 
     # torch declares it an instance's, which ClassVar may not override.
-    __constants__ = [*nn.GroupNorm.__constants__, "activation", "order"]  # noqa: RUF012
+    __constants__ = [  # noqa: RUF012
+        *nn.GroupNorm.__constants__, "activation", "order", "_fuses", "_activation", "_parameter",
+    ]  # fmt: skip
+
+    _fuses = scripting.AtScripting(lambda self: parsed(self.activation)[0] not in UNFUSED)
+    _activation = scripting.AtScripting(lambda self: parsed(self.activation)[0])
+    _parameter = scripting.AtScripting(lambda self: parsed(self.activation)[1] or 0.0)
 
     def __init__(
         self,
@@ -360,15 +373,21 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if is_scripting():
-            return scripting.group_norm(
-                input,
+            x = input
+            if not self._fuses and self.order == "act_norm":
+                x = activate(x, self._activation, self._parameter)
+            x = scripting.group_norm(
+                x,
                 self.num_groups,
                 self.weight,
                 self.bias,
                 self.eps,
-                self.activation,
+                self.activation if self._fuses else None,
                 self.order,
             )
+            if not self._fuses and self.order == "norm_act":
+                x = activate(x, self._activation, self._parameter)
+            return x
         else:
             weight, bias = _weight_and_bias(self)
             return functional.group_norm(

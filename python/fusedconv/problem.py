@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from fusedconv.activations import ACTIVATIONS, PARAMETRIC
+from fusedconv.activations import NAMES, UNFUSED
 from fusedconv.arguments import finite
 from fusedconv.layout import Layout, result_layout
 from fusedconv.norms import KINDS, Norm
@@ -46,19 +46,19 @@ class Residual:
 
 @dataclass(frozen=True)
 class Activation:
-    """``name`` is one of ``fusedconv.activations.ACTIVATIONS``, without "identity", or PARAMETRIC;
-    ``parameter`` is the one that the latter have, such as a slope, None for its default. Raises
-    ValueError where ``name`` is another, or has no parameter or not a finite one."""
+    """``name`` is one of ``fusedconv.activations.NAMES`` without "identity"; ``parameter`` is the
+    one that some of UNFUSED have, such as a slope, None for its default. Raises ValueError where
+    ``name`` is another, or has no parameter or not a finite one."""
 
     name: str
     parameter: float | None = None
 
     def __post_init__(self) -> None:
-        names = [name for name in (*ACTIVATIONS, *PARAMETRIC) if name != "identity"]
+        names = [name for name in NAMES if name != "identity"]
         if self.name not in names:
             raise ValueError(f"name: got {self.name!r}, expected one of {', '.join(names)}")
         if self.parameter is not None:
-            if self.name not in PARAMETRIC:
+            if UNFUSED.get(self.name) is None:
                 raise ValueError(f"parameter: got {self.parameter} for {self.name}, expected None")
             finite("parameter", self.parameter)
 
@@ -105,7 +105,7 @@ def act_norm_act(stages: Epilogue, ungrouped: frozenset[str] = frozenset()) -> A
         del rest[0]
     named = [stage for stage in rest if isinstance(stage, Activation)]
     for activation in named:
-        if activation.name in PARAMETRIC:
+        if activation.name in UNFUSED:
             return Support.no(f"no fused kernel has the activation {activation}")
     norms = [stage for stage in rest if isinstance(stage, Norm)]
     for norm in norms:

@@ -20,7 +20,7 @@ class AtScripting:
     """An attribute computed when it is read; a name in ``__constants__`` is read once, when
     ``torch.jit.script`` compiles. (It would compile a property's code instead of reading it.)"""
 
-    def __init__(self, function: Callable[[Any], bool]) -> None:
+    def __init__(self, function: Callable[[Any], bool | str | float]) -> None:
         self._function = function
 
     def __get__(self, instance: object | None, owner: type) -> Any:

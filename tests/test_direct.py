@@ -11,6 +11,7 @@ import weakref
 import pytest
 import reference
 import torch
+from reference import channels_last
 from torch.utils.checkpoint import checkpoint
 
 from fusedconv import functional, ops
@@ -221,6 +222,53 @@ def test_saved_tensors_are_packed(case):
     with torch.autograd.graph.save_on_cpu():
         output = call(*tensors)
     assert_equal(torch.autograd.grad(loss(output), tensors), expected)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize(
+    ("extra", "saved"),
+    [({}, 0), ({"activation": "relu"}, 1), ({"num_groups": 2}, 3)],
+    ids=["bias", "activation", "norm"],
+)
+def test_nothing_is_saved_that_no_gradient_reads(
+    extra, saved, layout, direct, force, through_the_dispatcher
+):
+    """Beside input, weight and bias: the convolution's output, a norm's mean and deviation."""
+    force("cpu,torch_convolution_backward,torch_epilogue_backward")
+    x, weight, bias = leaves([(2, 6, 7, 9), (6, 4, 2, 2), (4,)])
+    x = channels_last(x.detach()).requires_grad_() if layout == "nhwc" else x
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    if not direct:
+        through_the_dispatcher()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = functional.conv_transpose_act_norm(x, weight, bias, 2, **extra)
+    own = {t.data_ptr() for t in (x, weight, bias)}
+    assert len([t for t in packed if t.numel() and t.data_ptr() not in own]) == saved
+    assert not output._is_view()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("spatial", [(7,), (7, 9), (3, 7, 9)], ids=len)
+def test_outputs_that_lie_right_are_not_copied(
+    spatial, requires_grad, monkeypatch, through_the_dispatcher
+):
+    """Channels last through the operator, where what kernels return may be a view."""
+    through_the_dispatcher()
+    kernel = (2,) * len(spatial)
+    x = channels_last(torch.randn(2, 6, *spatial)).requires_grad_(requires_grad)
+    weight, clones = torch.randn(6, 4, *kernel), []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda t, **kw: (clones.append(t), clone(t, **kw))[1]
+    )
+    functional.conv_transpose_act_norm(x, weight, None, 2, num_groups=2, activation="relu")
+    assert not clones
 
 
 def test_saving_may_be_forbidden(case):

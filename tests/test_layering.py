@@ -69,6 +69,7 @@ USE_COMPILED = {
     "errors",
     "precision",
     "kernels.compiled",
+    "kernels.cpu.conv_gradients",
     "kernels.cpu.group_norm",
     "selection",
     "winners",

@@ -7,7 +7,7 @@ import torch
 from problems import explained
 from reference import channels_last, misaligned, strided
 
-from fusedconv import ConvTransposeActNorm2d, clear_cache, functional, ops
+from fusedconv import ConvTransposeActNorm2d, clear_cache, functional, hypothetical, ops
 from fusedconv.ops import planning
 
 
@@ -385,3 +385,23 @@ def test_a_gradients_name_leaves_the_forward_pass_free(force):
     assert forward.kernel == "cpu_conv_transpose"
     assert "torch_convolution_backward" in backward.kernel
     assert backward.chosen_by == "torch_convolution_backward"
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize(
+    "extra", [{}, {"activation": "gelu"}, {"num_groups": 2}], ids=["bias", "activation", "norm"]
+)
+def test_problems_that_are_described_are_those_of_calls(extra, save):
+    """What is tuned or explained ahead of a call is what the call asks for."""
+    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3), torch.randn(6)
+    affine = torch.ones(6) if "num_groups" in extra else None
+    call = ops.ConvCall(
+        x, weight, bias, (2, 2), (0, 0), (0, 0), (1, 1), 1, extra.get("activation", "identity"),
+        "act_norm", extra.get("num_groups", 0), affine, affine, 1e-5, None, None, None,
+    )  # fmt: skip
+    described = hypothetical.problem(
+        device="cpu", dtype=x.dtype, precision=None, layout="nchw", batch=2, channels=4,
+        spatial=(5, 6), out_channels=6, stride=2, save=save, **extra,
+    )  # fmt: skip
+    assert described == call.problem(save)
+    assert described.save == (save and bool(extra))

@@ -236,10 +236,11 @@ class Forward {
       int64_t const channel = group * run + i;
       means[channel] = rounded;
       scales[channel] = static_cast<float>(scale);
-      // What rounding took off the mean goes into the shift.
+      // What rounding took off the mean goes into the shift; nothing, where a scale is infinite.
+      double const lost = static_cast<double>(rounded) - mean;
       shifts[channel] =
           static_cast<float>(static_cast<double>(affine_[problem_.channels + first + i]) +
-                             (static_cast<double>(rounded) - mean) * scale);
+                             (lost == 0.0 ? 0.0 : lost * scale));
     }
     if (!last_ || group + 1 < groups_) return;
     for (float* const array : {means, scales, shifts}) {

@@ -14,7 +14,7 @@ from fusedconv import validation
 from fusedconv.arguments import integers
 from fusedconv.layout import layout_of
 from fusedconv.precision import resolve_precision
-from fusedconv.problem import ForwardProblem, epilogue
+from fusedconv.problem import ForwardProblem, epilogue, need_what_they_read
 
 
 def _empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -90,6 +90,7 @@ def problem(
         norm = validation.norm_geometry(
             input, features, num_groups, affine, affine, eps, ("weight", "bias")
         )
+    stages = epilogue(conv is not None and bias, activation, order, norm)
     return ForwardProblem(
         dtype=dtype,
         output_dtype=dtype,
@@ -100,6 +101,6 @@ def problem(
         channels=channels,
         spatial=tuple(spatial),
         conv=conv,
-        epilogue=epilogue(conv is not None and bias, activation, order, norm),
-        save=save,
+        epilogue=stages,
+        save=save and need_what_they_read(stages),
     )

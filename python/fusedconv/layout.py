@@ -87,10 +87,17 @@ def empty(like: Tensor, shape: Sequence[int], layout: str, dtype: torch.dtype) -
 
 
 def dense(tensor: Tensor, layout: str) -> Tensor:
-    """The tensor in a dense layout; a copy only where it is not."""
+    """The tensor in a dense layout: itself where it is, else a copy."""
     if layout != "nhwc":
         return tensor.contiguous()
     axes = tensor.dim()
-    order = [0, *range(2, axes), 1]
-    back = [0, axes - 1, *range(1, axes - 1)]
-    return tensor.permute(order).contiguous().permute(back)
+    last = tensor.permute(0, *range(2, axes), 1)
+    if last.is_contiguous():
+        return tensor
+    return last.contiguous().permute(0, axes - 1, *range(1, axes - 1))
+
+
+def owning(tensor: Tensor) -> Tensor:
+    """A tensor whose memory nobody else has, as none that is a view: autograd refuses to change
+    views in place that were made where it did not look. It does not follow this."""
+    return tensor.data if tensor._is_view() else tensor

@@ -24,14 +24,27 @@ def target(path: Path) -> Path:
     return found
 
 
+def _partial(place: Path) -> Path:
+    """Not by tempfile, whose files no other user may read, whatever the umask says."""
+    return place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+
+
+def check_replaceable(path: Path) -> None:
+    """Makes the folder. Raises OSError where ``replacing`` would."""
+    place = target(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(place)
+    partial.touch(exist_ok=False)
+    partial.unlink()
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
     """A file that takes the place of ``path``, of its target where that is a symbolic link, once it
     is written. An error leaves the former one. Raises OSError as ``target`` does, or where it
     cannot be written."""
     place = target(path)
-    # Not by tempfile, whose files no other user may read, whatever the umask says.
-    partial = place.with_name(f"{place.name}.{secrets.token_hex(8)}")
+    partial = _partial(place)
     try:
         with partial.open("x") as file:
             yield file

@@ -15,7 +15,7 @@ import fusedconv
 from fusedconv import winners
 from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.workloads import WORKLOADS
-from fusedconv.replacing import replacing, target
+from fusedconv.replacing import check_replaceable, replacing, target
 
 _CHOICE = """\
 How fusedconv's kernels were chosen stands in chosen_by: by estimates ("cost"), by times ("tuned",
@@ -176,13 +176,10 @@ def read(path: Path, key: Sequence[str] = KEY) -> list[dict[str, Any]]:
 def check_writable(path: Path, key: Sequence[str] = KEY) -> None:
     """Makes the folder. Raises OSError where the file cannot be written, ValueError where another
     one is in its place."""
-    place = target(path)
+    target(path)
     if path.exists():
         read(path, key)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = place.with_name(f"{place.name}.partial")
-    partial.touch()
-    partial.unlink()
+    check_replaceable(path)
 
 
 def check_machine(path: Path, head: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def record_line(record: dict[str, Any]) -> str:
     floor = record["floor_ms"]
     share = f", {floor / record['median_ms']:.0%} of the floor" if floor else ""
     by = record.get("chosen_by", "cost")
-    how = "" if by == "cost" else f" (chosen by: {by})"
+    how = "" if by in ("", "cost") else f" (chosen by: {by})"
     return (
         f"{name}: {record['median_ms']:.4f} ms ({record['p10_ms']:.4f} to "
         f"{record['p90_ms']:.4f}){share}, error {record['error_fp64']:.2e}, {record['kernel']}{how}"

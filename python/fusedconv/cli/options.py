@@ -35,7 +35,7 @@ def one_line(message: object) -> str:
 def _warnings_as_lines() -> Iterator[None]:
     """Warnings are shown without the place in the source that warns."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"Warning: {one_line(message)}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {one_line(message)}\n"
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad, profiler
 
 from fusedconv.errors import KernelError
-from fusedconv.layout import dense, result_layout_of
+from fusedconv.layout import dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
 from fusedconv.ops.seen import PLAIN
@@ -87,6 +87,11 @@ def computed_gradients(
     )
 
 
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that one is a view of, itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A plan's outputs as an operator returns them: dense, none sharing memory, empty for None."""
     output, conv_output, mean, rstd = outputs
@@ -94,10 +99,9 @@ def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, T
     output = dense(output, layout)
     if conv_output is None:
         conv_output = input.new_empty((0,))
-        output = output.clone() if output._is_view() else output
     else:
         conv_output = dense(conv_output, layout)
-        if output is conv_output or output._is_view() or conv_output._is_view():
+        if _base(output) is _base(conv_output):
             output = output.clone()
     statistics = statistics_dtype(input)
     return (
@@ -261,8 +265,7 @@ def direct_operator(
                 # Else writing to the output in place would change what is saved.
                 outputs = Outputs(*operator_outputs(tensors[0], outputs))
             output, conv_output, mean, rstd = outputs
-            # Nobody else has what it is a view of, but autograd refuses to change views in place.
-            output = output.data if output._is_view() else output
+            output = owning(output)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(*tensors, conv_output, mean, rstd)
             ctx.plan = plan

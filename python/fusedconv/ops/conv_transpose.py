@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedconv.layout import empty, result_layout_of
+from fusedconv.layout import empty, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     any_requires_grad,
@@ -70,7 +70,8 @@ def _forward(*arguments: Any) -> Saved:
         ),
         save,
     )
-    return operator_outputs(call.input, run(plan, *call.tensors))
+    output, *saved = operator_outputs(call.input, run(plan, *call.tensors))
+    return owning(output), *saved
 
 
 torch.library.impl(_CONV, "default", _forward)

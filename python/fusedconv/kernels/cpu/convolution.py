@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fusedconv.device import Device
 from fusedconv.kernels import onednn
-from fusedconv.layout import Layout, dense_strides, empty, result_layout
+from fusedconv.layout import Layout, dense_strides, empty, owning, result_layout
 from fusedconv.lowering import Phase, lower
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
 from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
@@ -164,7 +164,7 @@ class Convolution(ABC):
             None if bias is None else bias.to(self.dtype),
         )
         # Autocast around the operator lowers torch's convolution.
-        return as_stored(result, self.layout, self.dtype)
+        return owning(as_stored(result, self.layout, self.dtype))
 
     @abstractmethod
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ def test_an_old_device_gets_torchs_operators_with_the_reason(monkeypatch):
                         assert candidate.support.reason == reason
     normalisation = problem(conv=None, channels=64, norm=group_norm_stage(8))
     (explanation,) = explained(normalisation, device=T4)
-    assert f"groupnorm_resident: {reason}" in str(explanation)
+    assert f"groupnorm_resident and 2 more of groupnorm_cuda: {reason}" in str(explanation)
     assert "T4 (sm_75)" in str(explanation)
 
 
@@ -121,7 +121,8 @@ def test_an_old_device_gets_torchs_operators_with_the_reason(monkeypatch):
 def test_a_build_without_cuda_says_so_of_every_device():
     (explanation,) = explained(problem(conv=None), device=H200)
     assert explanation.provider == "torch"
-    assert "groupnorm_resident: fusedconv was built without CUDA" in str(explanation)
+    reason = "fusedconv was built without CUDA"
+    assert f"groupnorm_resident and 2 more of groupnorm_cuda: {reason}" in str(explanation)
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])

@@ -70,7 +70,7 @@ OPERATORS = [
 #: The same for the backward pass, which computes activations anew beside.
 GRADIENT_OPERATORS = [
     (r"torch copy of ", []),
-    (r"fused gradients of ", []),
+    (r"fused (gradients|sums) of ", []),
     (r"gradient of torch\.group_norm", ["aten::native_group_norm_backward"]),
     (r"gradient of torch gelu", ["aten::gelu_backward"]),
     (r"gradient of torch silu", ["aten::silu_backward"]),

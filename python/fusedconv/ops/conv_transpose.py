@@ -70,8 +70,8 @@ def _forward(*arguments: Any) -> Saved:
         ),
         save,
     )
-    output, *saved = operator_outputs(call.input, run(plan, *call.tensors))
-    return owning(output), *saved
+    output, conv_output, mean, rstd = operator_outputs(call.input, run(plan, *call.tensors))
+    return owning(output), conv_output, mean, rstd
 
 
 torch.library.impl(_CONV, "default", _forward)

@@ -333,7 +333,9 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
         found = text.split(",")
         for each in found:
             if each not in known:
-                raise argparse.ArgumentTypeError(f"got {each!r}, expected some of {', '.join(known)}")
+                raise argparse.ArgumentTypeError(
+                    f"got {each!r}, expected some of {', '.join(known)}"
+                )
         return found
 
     return parse

@@ -125,4 +125,4 @@ def test_models_are_timed_before_and_after(tmp_path, capsys):
 def test_what_is_not_known_is_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         published.main([arguments])
-    assert f"got {arguments.partition('=')[2]!r}, expected of" in capsys.readouterr().err
+    assert f"got {arguments.partition('=')[2]!r}, expected some of" in capsys.readouterr().err

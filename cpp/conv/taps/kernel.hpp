@@ -6,34 +6,17 @@
 
 #include <cstdint>
 
+#include "conv/mma_sync.hpp"
 #include "conv/taps/epilogue.hpp"
 #include "conv/taps/loads.hpp"
 #include "conv/taps/params.hpp"
 #include "conv/taps/traits.hpp"
 #include "cuda/async.hpp"
-#include "cute/arch/copy_sm75.hpp"
 #include "cutlass/arch/memory_sm80.h"
 
 namespace fusedconv::conv::taps {
 
 inline constexpr int kChunkSteps = kChunkBytes / 32;  // of the tensor cores
-
-__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], unsigned char const* row) {
-  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(row), words[0], words[1],
-                                words[2], words[3]);
-}
-
-// Of floats: the parts of which products in TF32 are made. See device::big_tf32().
-template <int kCount>
-__device__ __forceinline__ void split(uint32_t (&big)[kCount], uint32_t (&small)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    float const value = __uint_as_float(big[i]);
-    float const rounded = device::big_tf32(value);
-    big[i] = __float_as_uint(rounded);
-    small[i] = __float_as_uint(value - rounded);
-  }
-}
 
 // Copies a block's part of the filter for a step, rows kPitchBytes apart.
 template <class Traits>

@@ -1,38 +1,10 @@
 // What a compiled kernel fixes: how products are formed, row groups of a block, how input is read.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
+#include "conv/mma_sync.hpp"
 #include "conv/taps/schedule.hpp"
-#include "cuda/math.hpp"
-#include "cute/arch/mma_sm80.hpp"
 
 namespace fusedconv::conv::taps {
-
-// Fragments of a 16-byte chunk of channels have the same registers for elements of 2 and 4 bytes:
-// what differs is the instruction.
-template <Math kMath>
-struct Instruction;
-template <>
-struct Instruction<Math::kTf32> {
-  using Element = float;
-  using Mma = cute::SM80_16x8x8_F32TF32TF32F32_TN;
-};
-template <>
-struct Instruction<Math::kTf32x3> : Instruction<Math::kTf32> {};
-template <>
-struct Instruction<Math::kF16> {
-  using Element = __half;
-  using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;
-};
-template <>
-struct Instruction<Math::kBF16> {
-  using Element = __nv_bfloat16;
-  using Mma = cute::SM80_16x8x16_F32BF16BF16F32_TN;
-};
 
 template <Math kMath_, int kGroups_, Loads kLoads_>
 struct Traits {

@@ -177,13 +177,24 @@ __global__ void __launch_bounds__(kThreads)
                            int64_t block_rows, int row_blocks, float eps) {
   int64_t const sample = blockIdx.x / groups;
   int const first_channel = int(blockIdx.x % groups) * channels_per_group;
+  int const parts = row_blocks * channels_per_group;
   Moments running;
-  for (int i = threadIdx.x; i < row_blocks * channels_per_group; i += kThreads) {
-    int64_t const row_block = i / channels_per_group;
-    int const channel = first_channel + i % channels_per_group;
-    float const count = float(min(block_rows, pixels - row_block * block_rows));
-    running.merge(
-        Moments::of(count, partials[(sample * row_blocks + row_block) * row_channels + channel]));
+  // Loads of a thread in flight: each may take as long as all merges.
+  constexpr int kAhead = 8;
+  for (int first = threadIdx.x; first < parts; first += kAhead * kThreads) {
+    Partial ahead[kAhead];
+    float counts[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      int const i = first + j * kThreads;
+      int const row_block = i / channels_per_group;
+      int const channel = first_channel + i - row_block * channels_per_group;
+      counts[j] = i < parts ? float(min(block_rows, pixels - row_block * block_rows)) : 0.0f;
+      if (i < parts)
+        ahead[j] = partials[(sample * row_blocks + row_block) * row_channels + channel];
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) running.merge(Moments::of(counts[j], ahead[j]));
   }
   Moments const total = device::merge_block<kThreads>(running);
   if (threadIdx.x == 0) device::store(targets, blockIdx.x, device::statistics_of(total, eps));

@@ -8,9 +8,11 @@ import math
 import random
 
 import pytest
+import torch
 from test_taps import H200, Sizes, element_bytes, random_sizes
 from test_taps_sm90 import phases_of
 
+from fusedconv import Norm
 from fusedconv.kernels.cuda.boxes_sm90 import COSTS, BoxesSm90
 from fusedconv.registry import registry
 
@@ -145,6 +147,45 @@ def test_what_is_refused(changes, reason):
     support = kernel.supports(Sizes(**plain | changes).problem(kernel, layout="nhwc"), H200)
     assert not support
     assert reason in support.reason
+
+
+def upsampling(kernel: BoxesSm90, out: int, **changes):
+    """A filter of 2x2 with a stride of 2 to ``out`` channels, channels last."""
+    sizes = Sizes(
+        channels=64, out=out, groups=1, spatial=(8, 8), kernel=(2, 2), stride=(2, 2),
+        padding=(0, 0), output_padding=(0, 0), dilation=(1, 1),
+    )  # fmt: skip
+    return sizes.problem(kernel, layout="nhwc", **changes)
+
+
+@pytest.mark.parametrize(
+    ("out", "segment", "blocks"),
+    [(64, 64, 1), (256, 256, 4), (384, 128, 6), (320, 64, 5), (512, 256, 8)],
+)
+def test_blocks_divide_channels_and_phases_alike(out, segment, blocks):
+    """Of 384 channels two blocks of 256 columns a phase would leave a quarter unused."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
+    config = kernel.config(upsampling(kernel, out), H200)
+    assert (config.segment, config.blocks) == (segment, blocks)
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("out", [64, 384])
+def test_an_epilogue_normalises_pixels_where_a_block_has_all_their_channels(out, save):
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
+    layer = Norm(
+        kind="layer", num_groups=0, eps=1e-6, weight=True, bias=True, affine_dtype=torch.float32
+    )
+    made = upsampling(
+        kernel, out, norm=layer, activation="gelu", order="norm_act", save=save, bias=True
+    )
+    plan = kernel.compile(made, H200)
+    whole = out == 64 and not save
+    assert len(plan.steps) == (2 if whole else 3)
+    assert plan.steps[1].endswith("normalize over channels + gelu") == whole
+    # A pass that is left out costs nothing.
+    beside = kernel.milliseconds_beside(made, H200, 1)
+    assert (beside < 2 * H200.launch_milliseconds + 1e-9) == whole
 
 
 def test_channels_first_asks_for_lines_of_whole_16_bytes():

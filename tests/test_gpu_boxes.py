@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 from typing import Any
@@ -20,6 +21,7 @@ from gpu_checks import (
 from reference import ACTIVATIONS, CONVOLUTIONS, LAYOUTS, ORDERS, relative_error
 from torch.nn import functional as F
 
+import fusedconv
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
@@ -172,6 +174,45 @@ def test_a_norm_over_channels_behind(kernel_size, layout, precision, force):
             x, weight, bias, 2, padding, activation="gelu", order="norm_act", norm="layer",
             norm_weight=scale, norm_bias=shift, eps=1e-6,
         )  # fmt: skip
+    assert relative_error(actual, exact) <= limit_of(plain, tensors, exact, precision)
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("pixels", [1, 2, 4, 8])
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_a_norm_over_channels_in_the_epilogue(kernel, pixels, offset, force):
+    """Where a block has all channels of its pixels: several pixels where phases share positions."""
+    row, precision = kernel.row, kernel.precision
+    out = row.columns // pixels
+    if out % 8 or (row.segments > 1 and row.segments != pixels) or row.segments == 8:
+        pytest.skip("no block of the row has pixels of such channels")
+    force(kernel.name)
+    layout = "nchw" if row.planes else "nhwc"
+    stride = row.segments if row.segments > 1 else 2
+    if offset and precision != "tf32":
+        pytest.skip("16 bits keep nothing of a deviation beside such a mean")
+    x, weight, bias = layer(precision, layout, out=out, kernel=stride, spatial=(6, 16))
+    bias = bias + offset
+    scale, shift = (torch.randn(out, device="cuda") for _ in range(2))
+
+    def plain(x, weight, bias, scale, shift):
+        y = CONVOLUTIONS[2](x, weight, bias, stride)
+        y = F.layer_norm(y.movedim(1, -1).to(scale.dtype), (out,), scale, shift, 1e-6)
+        return F.gelu(y.movedim(-1, 1)).to(x.dtype)
+
+    tensors = (x, weight, bias, scale, shift)
+    exact = plain(*(tensor.double() for tensor in tensors))
+    keywords = dict(
+        stride=stride, activation="gelu", order="norm_act", norm="layer", norm_weight=scale,
+        norm_bias=shift, eps=1e-6,
+    )  # fmt: skip
+    text = io.StringIO()
+    fusedconv.explain(conv_transpose_act_norm, x, weight, bias, file=text, **keywords)
+    assert "normalize over channels" in text.getvalue()
+    with torch.no_grad():
+        poison()
+        actual = conv_transpose_act_norm(x, weight, bias, **keywords)
+        assert torch.equal(actual, conv_transpose_act_norm(x, weight, bias, **keywords))
     assert relative_error(actual, exact) <= limit_of(plain, tensors, exact, precision)
 
 

@@ -295,7 +295,7 @@ def test_one_dimension(eager_precision):
         reference = copy.deepcopy(module).double().cpu()(x.double().cpu())
     assert relative_error(actual, reference.cuda()) < 2e-6
     provider = fusedconv.explain(module, x)[0].provider
-    assert provider in ("cutlass_sm80", "cutlass_sm90", "taps_sm80", "taps_sm90")
+    assert provider in ("clusters_sm90", "cutlass_sm80", "cutlass_sm90", "taps_sm80", "taps_sm90")
 
 
 @pytest.mark.usefixtures("ours")

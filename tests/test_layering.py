@@ -75,6 +75,7 @@ USE_COMPILED = {
     "winners",
     "kernels.cuda.batch_norm",
     "kernels.cuda.boxes_sm90",
+    "kernels.cuda.clusters_sm90",
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
     "kernels.cuda.gradients",
@@ -229,7 +230,7 @@ ROOMS = {
     "layout": ("include", "program", "cuda", "conv"),  # conv/problem.hpp's filters
     "groupnorm": ("include", "program", "cuda"),
     "layernorm": ("include", "program", "cuda", "groupnorm"),
-    "conv": ("include", "program", "cuda", "groupnorm"),
+    "conv": ("include", "program", "cuda", "groupnorm", "layernorm"),
 }
 
 

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "cutlass_sm90": 90,
     "taps_sm80": 80,
     "boxes_sm90": 90,
+    "clusters_sm90": 90,
     "taps_sm90": 90,
     "groupnorm_cuda": 90,
     "gradients_sm90": 90,

@@ -28,6 +28,7 @@ KERNELS = [
     (r"sm90_conv", [r"sm90::convolve"]),
     (r"sm90_taps_", [r"taps::sm90::convolve"]),
     (r"sm90_boxes_", [r"boxes::convolve"]),
+    (r"sm90_clusters_", [r"clusters::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::convolve"]),
     (r"sm90_runs", [r"runs::convolve"]),

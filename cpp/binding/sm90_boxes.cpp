@@ -1,6 +1,8 @@
 // The convolutions whose operands tensor copies bring.
 #include <pybind11/stl.h>
 
+#include <memory>
+
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
 #include "conv/sm90/boxes/steps.hpp"
@@ -54,6 +56,8 @@ void bind_sm90_boxes(py::module_& room) {
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"),
            "Pairs of boxes, which a block multiplies at a time.")
+      .def_property_readonly("holds_pixels", &Config::holds_pixels,
+                             "Whether a block has all channels of its pixels.")
       .def(
           "box",
           [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
@@ -62,6 +66,13 @@ void bind_sm90_boxes(py::module_& room) {
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve<Config>(m);
+  py::class_<ConvolveNormalizing, Step, std::shared_ptr<ConvolveNormalizing>>(
+      m, "ConvolveNormalizing",
+      "Convolution, bias, LayerNorm over the channels of a pixel, and activation.")
+      .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
+                    Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("norm"), py::arg("input"), py::arg("filter"),
+           py::arg("bias"), py::arg("weight"), py::arg("norm_bias"), py::arg("output"));
 }
 
 }  // namespace fusedconv::binding

@@ -34,4 +34,18 @@ __device__ __forceinline__ float4 load_of_cluster(uint32_t address, uint32_t ran
   return result;
 }
 
+__device__ __forceinline__ float load_float_of_cluster(uint32_t address, uint32_t rank) {
+  float result;
+  asm volatile(
+      "{\n"
+      ".reg .b32 a;\n"
+      "mapa.shared::cluster.u32 a, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [a];\n"
+      "}"
+      : "=f"(result)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return result;
+}
+
 }  // namespace fusedconv::device

@@ -120,7 +120,8 @@ def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
             nn.init.uniform_(parameter, -1.0, 1.0)
     with torch.no_grad():
         like = copy.deepcopy(original).to("meta")(torch.empty(shape, device="meta"))
-    original = original.to(device, dtype).to(memory_format=form)  # type: ignore[call-overload]
+    placed: Any = original.to(device, dtype)
+    original = placed.to(memory_format=form)  # of which not every torch's stubs know
     x = torch.rand(shape, device=device).to(dtype, memory_format=form)
     # They rotate over at least so much.
     copies = min(8, max(2, -(-CACHE_BYTES // x.nbytes)))

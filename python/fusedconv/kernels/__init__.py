@@ -5,6 +5,7 @@ from fusedconv.kernels.cpu import conv_gradients, conv_transpose
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
 from fusedconv.kernels.cuda import (
     boxes_sm90,
+    clusters_sm90,
     direct,
     gradients,
     group_norm,
@@ -31,6 +32,7 @@ def built_in() -> list[Kernel]:
         taps,
         taps_sm90,
         boxes_sm90,
+        clusters_sm90,
         direct,
         sm90_gradients,
         group_norm,

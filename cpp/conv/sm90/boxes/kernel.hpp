@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sums)[s
   Mma::fma(a, b, sums[kIndex]...);
 }
 
-template <class Traits>
+template <class Traits, bool kNormalizes>
 __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barriers& barriers,
                                         unsigned char* shared, Consumer const& self) {
   using Indices = std::make_integer_sequence<int, Traits::kSums>;
@@ -116,6 +116,9 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     Slab const slab(p, item.tile * kConsumers + self.index);
     if (!slab.present) continue;
     scale_and_shift<Traits>(p, block, self, reinterpret_cast<float2*>(staged), sums);
+    if constexpr (kNormalizes) {
+      normalize_pixels<Traits>(p, block, self, reinterpret_cast<float2*>(staged), sums);
+    }
     dispatch_activation(p.activation, [&](auto form) {
       for_each_sum<Traits>(sums,
                            [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
@@ -124,7 +127,8 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   }
 }
 
-template <class Traits>
+// kNormalizes: pixels, in a kernel of its own, as the others' epilogues would be the slower for it.
+template <class Traits, bool kNormalizes>
 __global__ void __launch_bounds__(kThreads, 1)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -151,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       .thread = thread,
                       .warp = __reduce_max_sync(~0u, thread / 32),
                       .lane = thread % 32};
-  consume<Traits>(p, maps, barriers, shared, self);
+  consume<Traits, kNormalizes>(p, maps, barriers, shared, self);
   // Shared memory lives until all copies have read it.
   if (self.thread == 0) device::wait_stores_read();
 }

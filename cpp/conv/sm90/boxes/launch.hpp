@@ -18,9 +18,9 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-template <Math kMath, int kColumns, int kSegments, bool kPlanes>
-void launch(Arguments const& a, cudaStream_t stream) {
-  using Own = Traits<kMath, kColumns, kSegments, kPlanes>;
+template <class Traits, bool kNormalizes>
+void launch_kernel(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kernel = &convolve<Traits, kNormalizes>;
   Config const& config = a.config;
   int const shared_bytes = config.schedule.shared_bytes;
   Slabs const slabs = config.schedule.slabs(a.batch);
@@ -28,10 +28,17 @@ void launch(Arguments const& a, cudaStream_t stream) {
   int64_t const items = int64_t(p.tile_count) * p.blocks;
   auto const blocks = unsigned(std::min<int64_t>(items, config.multiprocessors));
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
-                     device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
-  conv::check_launch(config, a.batch, "launch",
-                     device::launch_early(&convolve<Own>, blocks, kThreads, shared_bytes, stream, p,
-                                          maps_of(a, slabs)));
+                     device::allow_shared_bytes<kernel>(shared_bytes));
+  conv::check_launch(
+      config, a.batch, "launch",
+      device::launch_early(kernel, blocks, kThreads, shared_bytes, stream, p, maps_of(a, slabs)));
+}
+
+template <Math kMath, int kColumns, int kSegments, bool kPlanes>
+void launch(Arguments const& a, cudaStream_t stream) {
+  using Own = Traits<kMath, kColumns, kSegments, kPlanes>;
+  if (a.norm != nullptr) return launch_kernel<Own, true>(a, stream);
+  launch_kernel<Own, false>(a, stream);
 }
 
 template <Math kMath, int kColumns, int kSegments = 1, bool kPlanes = false>

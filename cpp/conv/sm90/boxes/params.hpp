@@ -17,6 +17,7 @@ struct Params {
   void const* bias;
   float const* scale;
   float const* shift;
+  PixelNorm norm;
   bool channels_last;
   Activation activation;
   int output_channels;
@@ -88,6 +89,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.bias = a.bias;
   p.scale = a.scale;
   p.shift = a.shift;
+  if (a.norm != nullptr) p.norm = *a.norm;
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.output_channels = config.problem.output_channels;

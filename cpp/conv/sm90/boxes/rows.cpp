@@ -1,5 +1,7 @@
 #include "conv/sm90/boxes/rows.hpp"
 
+#include <bit>
+
 #include "conv/collected.hpp"
 #include "fusedconv/check.hpp"
 
@@ -18,6 +20,12 @@ Config::Config(Row const& row, Problem const& problem, Device const& device)
 
 int64_t Config::tiles(int64_t batch) const {
   return ceil_div(schedule.slabs(batch).all(), kConsumers);
+}
+
+bool Config::holds_pixels() const {
+  int const columns = row->shape.columns, channels = problem.output_channels;
+  return schedule.segment == channels && columns % channels == 0 &&
+         columns / channels <= kMostPixels && std::has_single_bit(unsigned(columns / channels));
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -9,10 +9,19 @@
 
 #include "conv/sm90/boxes/schedule.hpp"
 #include "fusedconv/activation.hpp"
+#include "fusedconv/types.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 
 struct Config;
+
+// LayerNorm over the channels of a pixel, between the bias and the activation.
+struct PixelNorm {
+  void const* weight = nullptr;  // [K] of dtype, or null
+  void const* bias = nullptr;
+  DType dtype = DType::kFloat32;
+  float eps = 0.0f;
+};
 
 struct Arguments {
   Config const& config;
@@ -24,6 +33,7 @@ struct Arguments {
   float const* scale = nullptr;  // [K], or null: times the biased sum
   float const* shift = nullptr;  // [K], or null: added to that
   void* output = nullptr;        // in the problem's layout
+  PixelNorm const* norm = nullptr;
 };
 
 // One compiled kernel.
@@ -58,6 +68,8 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // Pairs of slabs, which a block multiplies at a time.
   int64_t tiles(int64_t batch) const;
+  // Whether a block has all channels of its pixels, so that it can normalise them.
+  bool holds_pixels() const;
 };
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -86,6 +86,14 @@ void group_phases(Schedule& s, Shape const& shape) {
   }
 }
 
+// Blocks of columns whose segments are of so many channels.
+void divide_columns(Schedule& s, Shape const& shape, int channels, int segment) {
+  s.segment = segment;
+  s.channel_blocks = int(ceil_div(channels, segment));
+  group_phases(s, shape);
+  s.blocks = int(s.sets.size()) * s.channel_blocks;
+}
+
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.
 template <class F>
@@ -152,6 +160,10 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
   }
   int phases = 1;
   for (int i = 0; i < kMaxAxes; ++i) {
+    if (p.axes[i].stride > kMaxStride) {
+      return refused(
+          detail::join("its stride is ", p.axes[i].stride, ", up to ", kMaxStride, " is served"));
+    }
     s.axes[i] = Axis::of(p.axes[i]);
     phases *= std::min(s.axes[i].phases, kMostPhases + 1);
     constexpr int kFar = 1 << 14;
@@ -171,9 +183,21 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
         detail::join("it has ", filter_taps, " taps, at most ", kMostFilterTaps, " are served"));
   }
   int const channels = int(round_up(p.output_channels, kGranule));
-  s.segment = shape.segments > 1 ? shape.segment_columns() : std::min(channels, shape.columns);
-  s.channel_blocks = int(ceil_div(channels, s.segment));
-  group_phases(s, shape);
+  if (shape.segments > 1) {
+    divide_columns(s, shape, channels, shape.segment_columns());
+  } else {
+    // Several phases of some channels may leave fewer columns unused than one phase of more.
+    int64_t fewest = std::numeric_limits<int64_t>::max();
+    Schedule best;
+    for (int most = shape.columns; most >= kFewestSegment; most /= 2) {
+      Schedule candidate = s;
+      divide_columns(candidate, shape, channels, std::min(channels, most));
+      if (candidate.blocks >= fewest) continue;
+      fewest = candidate.blocks;
+      best = candidate;
+    }
+    s = best;
+  }
   if (s.taps.size() > kMostTaps) {
     return refused(detail::join("its phases read ", s.taps.size(), " boxes, at most ", kMostTaps,
                                 " are served"));
@@ -191,7 +215,6 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
     s.store_positions = kChunkBytes / element / shape.segments;
     s.store_columns = Memory::kPortionBytes / (kSlab * shape.segments * element);
   }
-  s.blocks = int(s.sets.size()) * s.channel_blocks;
   s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
   s.stage_bytes = (kConsumers * kSlab + shape.columns) * kChunkBytes;
   s.stages = kMostStages;

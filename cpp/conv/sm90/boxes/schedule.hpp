@@ -7,7 +7,7 @@
 // lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box of
 // its own; the two of a block share the filter. Columns of a block are `segments` of output
 // channels, of one phase each. A row with one segment is free to divide its columns: they are
-// output channels of one phase, or all channels of several phases that read the same positions. One
+// output channels of one phase, or some or all of several phases that read the same positions. One
 // with several has as many neighbouring phases, each multiplied by the taps that it has; where they
 // are the phases along width, their pixels leave side by side, channels first.
 #pragma once
@@ -33,8 +33,10 @@ inline constexpr int kMostPhases = 16;
 inline constexpr int kMostTaps = 160;               // of all sets
 inline constexpr int kMostFilterTaps = 384;         // of the filter
 inline constexpr int64_t kMostPieces = 0x7fffffff;  // of the packed filter, counted in 32 bits
+inline constexpr int kFewestSegment = 64;           // of columns, where channels are divided
 inline constexpr int kGranule = 8;     // of columns: an instruction's, and 16 bytes of 16 bits
 inline constexpr int kFewestLine = 8;  // positions of a slab's line, channels first
+inline constexpr int kMostPixels = 8;  // of a position in a block that normalises them
 
 using Problem = TransposedProblem;
 using Tap = std::array<int16_t, kMaxAxes>;

@@ -1,6 +1,66 @@
-// What conv/steps.hpp asks of this kind of convolution.
+// What conv/steps.hpp asks of this kind of convolution, and the step that only it has.
 #pragma once
+
+#include <string>
+#include <vector>
 
 #include "conv/sm90/boxes/passes.hpp"
 #include "conv/sm90/boxes/rows.hpp"
 #include "conv/steps.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+// Convolution, bias, LayerNorm over the channels of a pixel, activation. bias, weight and norm_bias
+// may be absent.
+class ConvolveNormalizing final : public Step {
+ public:
+  ConvolveNormalizing(Config const& config, GroupNormProblem const& norm, Operand input,
+                      Operand filter, Operand bias, Operand weight, Operand norm_bias,
+                      Operand output)
+      : config_(served(config)),
+        norm_(matching(config, norm)),
+        input_(input),
+        filter_(filter),
+        bias_(bias),
+        weight_(weight),
+        norm_bias_(norm_bias),
+        output_(output) {
+    expect(config, "whether a block has all channels of a pixel", config.holds_pixels(), true);
+    expect<Config, std::string>(config, "activation in front", name_of(norm.activation_before),
+                                name_of(Activation::kIdentity));
+    expect<Config, std::string>(config, "output dtype", name_of(norm.output_dtype),
+                                name_of(norm.dtype));
+  }
+
+  std::string describe() const override {
+    return groupnorm::join_parts(
+        " + ",
+        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
+         "normalize over channels", groupnorm::step_name(norm_.activation_after)});
+  }
+  std::vector<Operand> operands() const override {
+    return {input_, filter_, bias_, weight_, norm_bias_, output_};
+  }
+  void run(RunContext const& context, void*) const override {
+    PixelNorm const norm{.weight = context.at(weight_),
+                         .bias = context.at(norm_bias_),
+                         .dtype = norm_.affine_dtype,
+                         .eps = float(norm_.eps)};
+    config_.row->launch({.config = config_,
+                         .batch = int(context.samples),
+                         .activation = norm_.activation_after,
+                         .input = context.at(input_),
+                         .filter = context.at(filter_),
+                         .bias = context.at(bias_),
+                         .output = context.at(output_),
+                         .norm = &norm},
+                        context.stream);
+  }
+
+ private:
+  Config config_;
+  GroupNormProblem norm_;
+  Operand input_, filter_, bias_, weight_, norm_bias_, output_;
+};
+
+}  // namespace fusedconv::conv::sm90::boxes

@@ -22,7 +22,7 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import goes_through_scratch
+from fusedconv.kernels.cuda.convolution import UNGROUPED, goes_through_scratch
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -111,7 +111,7 @@ class BoxesSm90(TapsRow):
             return support
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
         norm = None if isinstance(form, Support) else form.norm
-        if norm is not None and norm.kind == "layer":
+        if norm is not None and norm.kind == "layer" and not self._normalises(problem, device):
             return Support.no("the passes that transpose its output have no norm of pixels")
         return Support.yes()
 
@@ -124,12 +124,42 @@ class BoxesSm90(TapsRow):
             elements += problem.output_elements // problem.batch
         return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
 
+    def _normalises(self, problem: ForwardProblem, device: Device) -> bool:
+        """Whether the convolution's epilogue normalises pixels, whose channels a block has all."""
+        form = act_norm_act(problem.epilogue, UNGROUPED)
+        return (
+            not isinstance(form, Support)
+            and form.norm is not None
+            and form.norm.kind == "layer"
+            and form.before == "identity"
+            and not problem.save
+            and not goes_through_scratch(problem)
+            and bool(self.config(problem, device).holds_pixels)
+        )
+
+    def passes(self, problem: ForwardProblem, device: Device) -> int:
+        return 0 if self._normalises(problem, device) else super().passes(problem, device)
+
     def convolve(
         self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
     ) -> Any:
         if self._transposes_input(program.problem):
             program.input = program.channels_last_input()
-        return super().convolve(program, config, output, filter)
+        if not self._normalises(program.problem, program.device):
+            return super().convolve(program, config, output, filter)
+        program.compiled.per_chunk(
+            self.room.ConvolveNormalizing(
+                config,
+                norm=self.behind(program),
+                input=program.input,
+                filter=self.pack_filter(program, config) if filter is None else filter,
+                bias=program.bias,
+                weight=program.norm_weight,
+                norm_bias=program.norm_bias,
+                output=output,
+            )
+        )
+        return program.absent
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         if not self._transposes_output(problem):
@@ -140,7 +170,7 @@ class BoxesSm90(TapsRow):
         partials = self.convolve(program, config, output)
         if problem.save:
             program.save_conv_output(output, row_channels=problem.output_channels)
-        if self.stores_result(problem):
+        if self.passes(problem, device) == 0:
             program.transpose(output, program.output, row_channels=problem.output_channels)
         else:
             program.conv_layout = "nhwc"
@@ -191,7 +221,8 @@ class BoxesSm90(TapsRow):
             beside += chunks * device.launch_milliseconds
         if self._transposes_output(problem):
             # What normalises transposes as well, more slowly than it would go over planes.
-            passes = costs.transposed if self.stores_result(problem) else costs.transposed - 1.0
+            stores_result = self.passes(problem, device) == 0
+            passes = costs.transposed if stores_result else costs.transposed - 1.0
             beside += device.copy_milliseconds(2 * problem.output_elements * size) * passes
             beside += chunks * device.launch_milliseconds
         return milliseconds + packed + beside

@@ -13,7 +13,15 @@ from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
-from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
+from fusedconv.kernels.cuda.program import (
+    ForwardProgram,
+    ProgramPlan,
+    equal_chunk,
+    five_strides,
+    supports_forward,
+    supports_only,
+    supports_precision,
+)
 from fusedconv.norms import KINDS
 from fusedconv.plan import ForwardKernel
 from fusedconv.precision import Precision, dtype_name
@@ -49,6 +57,41 @@ def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> S
     if taps >= MOST_TAPS:
         return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
     return Support.yes()
+
+
+def supports_transposed(
+    problem: ForwardProblem,
+    device: Device,
+    precision: Precision,
+    ungrouped: frozenset[str],
+    architecture: int | None,
+) -> Support:
+    """What rows ask for that compute in ``precision``, transposed convolutions as they are, with an
+    affine map in the epilogue; ``ungrouped`` as ``supports_forward`` takes it, ``architecture`` the
+    only compute capability, times ten, that they run on, None for 8.0 and later."""
+    conv = problem.conv
+    if conv is None:
+        return Support.no("computes convolutions; the problem has none")
+    for support in (
+        supports_forward(problem, device, ungrouped),
+        Support.yes() if architecture is None else supports_only(device, architecture),
+        supports_precision(problem, precision),
+        supports_affine(problem),
+        supports_extents(conv, problem.spatial),
+    ):
+        if not support:
+            return support
+    return Support.yes()
+
+
+def filter_source(conv: ConvTransposeGeometry) -> Any:
+    """A convolution's weight as kernels read it."""
+    return _C.FilterSource(
+        c=conv.in_channels,
+        k=conv.out_channels // conv.groups,
+        taps=by_axis(conv.kernel_size),
+        strides=five_strides(conv.weight_strides),
+    )
 
 
 def transposed_problem(
@@ -112,12 +155,7 @@ class ConvolutionRow(ForwardKernel):
         program.compiled.before(
             self.room.PackFilter(
                 config,
-                source=_C.FilterSource(
-                    c=conv.in_channels,
-                    k=conv.out_channels // conv.groups,
-                    taps=by_axis(conv.kernel_size),
-                    strides=five_strides(conv.weight_strides),
-                ),
+                source=filter_source(conv),
                 weight=program.weight,
                 filter=filter,
             )
@@ -216,7 +254,7 @@ class InPlaceRow(ConvolutionRow):
 
     def milliseconds_beside(self, problem: ForwardProblem, device: Device, chunks: int) -> float:
         """What all but the convolution itself is estimated to take."""
-        passes = _passes(problem)
+        passes = self.passes(problem, device)
         output = problem.output_elements
         moved = passes * output * (problem.dtype.itemsize + problem.output_dtype.itemsize)
         if problem.layout == "strided":
@@ -224,9 +262,15 @@ class InPlaceRow(ConvolutionRow):
         launches = (1 + chunks * (1 + passes + (problem.norm_groups > 0))) if chunks else 0
         return device.copy_milliseconds(moved) + device.launch_milliseconds * launches
 
-    def stores_result(self, problem: ForwardProblem) -> bool:
-        """Whether what the convolution stores is the result, its layout apart."""
-        return _passes(problem) == 0
+    def passes(self, problem: ForwardProblem, device: Device) -> int:
+        """Passes over the convolution's output: one, unless what that stores is the result, its
+        layout apart."""
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        assert isinstance(form, ActNormAct)
+        if _is_affine(form):
+            return 0
+        done = form.norm is None and form.after == "identity" and not problem.save
+        return 0 if done and problem.output_dtype == problem.dtype else 1
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
@@ -239,7 +283,7 @@ class InPlaceRow(ConvolutionRow):
         else:
             output = program.output
         partials = self.convolve(program, config, output)
-        if _passes(problem):
+        if self.passes(problem, device):
             self.finish(program, config, output, partials)
         return program.plan(self.name)
 
@@ -298,13 +342,3 @@ def _is_affine(form: ActNormAct) -> bool:
 def goes_through_scratch(problem: ForwardProblem) -> bool:
     """Whether the convolution's output is of another dtype than the result."""
     return not problem.save and problem.output_dtype != problem.dtype
-
-
-def _passes(problem: ForwardProblem) -> int:
-    """Passes over the convolution's output: one, unless that is the result."""
-    form = act_norm_act(problem.epilogue, frozenset(KINDS))
-    assert isinstance(form, ActNormAct)
-    if _is_affine(form):
-        return 0
-    done = form.norm is None and form.after == "identity" and not problem.save
-    return 0 if done and problem.output_dtype == problem.dtype else 1

@@ -19,7 +19,7 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.convolution import (
     InPlaceRow,
-    by_axis,
+    filter_source,
     supports_extents,
     supports_partials,
     transposed_problem,
@@ -28,7 +28,6 @@ from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
     NotBuiltForward,
-    five_strides,
     supports_forward,
 )
 from fusedconv.plan import Kernel
@@ -80,12 +79,7 @@ def _config(
     return _C.direct.Config(
         _C.direct.rows()[row],
         problem=transposed_problem(conv, spatial, layout, aligned),
-        source=_C.FilterSource(
-            c=conv.in_channels,
-            k=conv.out_channels // conv.groups,
-            taps=by_axis(conv.kernel_size),
-            strides=five_strides(conv.weight_strides),
-        ),
+        source=filter_source(conv),
         device=device.compiled,
     )
 

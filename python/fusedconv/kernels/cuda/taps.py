@@ -20,18 +20,14 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.convolution import (
     InPlaceRow,
-    supports_affine,
-    supports_extents,
     supports_partials,
+    supports_transposed,
     transposed_problem,
 )
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltForward,
     launched_chunks,
-    supports_forward,
-    supports_only,
-    supports_precision,
 )
 from fusedconv.lowering import lower
 from fusedconv.plan import Kernel
@@ -127,19 +123,11 @@ class TapsRow(InPlaceRow):
         return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        conv = problem.conv
-        if conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        only = self.architecture
-        for support in (
-            supports_forward(problem, device, self.ungrouped),
-            Support.yes() if only is None else supports_only(device, only),
-            supports_precision(problem, self.precision),
-            supports_affine(problem),
-            supports_extents(conv, problem.spatial),
-        ):
-            if not support:
-                return support
+        common = supports_transposed(
+            problem, device, self.precision, self.ungrouped, self.architecture
+        )
+        if not common:
+            return common
         config = self.config(problem, device)
         support = Support.of(config.support)
         if not support:

@@ -1,0 +1,7 @@
+#include "conv/sm90/clusters/launch.hpp"
+
+namespace fusedconv::conv::sm90::clusters {
+
+void append_f16(std::vector<Row>& rows) { append_row<Math::kF16>(rows); }
+
+}  // namespace fusedconv::conv::sm90::clusters

@@ -1,0 +1,56 @@
+// A whole forward pass: staging, products, sums across the cluster, normalisation.
+#pragma once
+
+#include "conv/sm90/clusters/epilogue.hpp"
+#include "conv/sm90/clusters/products.hpp"
+#include "conv/sm90/clusters/staging.hpp"
+#include "cuda/launch.hpp"
+
+namespace fusedconv::conv::sm90::clusters {
+
+template <Math kMath, int kTiles>
+__global__ void __launch_bounds__(kThreads, kMostResident)
+    convolve(__grid_constant__ Params const p) {
+  using T = typename Instruction<kMath>::Element;
+  extern __shared__ __align__(128) unsigned char shared[];
+  auto* const sums = reinterpret_cast<float*>(shared + p.sums_offset);
+  int const blocks = p.slabs * p.shares;
+  int const rank = int(blockIdx.x) % blocks;  // in the cluster
+  int sample, column_block;
+  p.column_blocks(sample, column_block, int(blockIdx.x) / blocks);
+  Slab const slab(p, rank / p.shares);
+  int const first_channel = rank % p.shares * p.share_channels;
+  int const share_end = min(first_channel + p.share_channels, p.channels);
+  auto* const phases = reinterpret_cast<Phase*>(shared + p.phases_offset);
+  auto* const columns = reinterpret_cast<Column*>(shared + p.columns_offset);
+  list_phases(p, phases);
+  device::wait_for_predecessors();
+
+  constexpr int kStep = kStepBytes / int(sizeof(T));
+  // Copies of a chunk are under way while the one before is multiplied.
+#pragma unroll 1
+  for (int chunk = -1; chunk < p.chunks; ++chunk) {
+    int const first = first_channel + chunk * p.chunk;
+    unsigned char* const rows = shared + p.input_offset + (chunk & 1) * p.next_input;
+    unsigned char* const next_rows = shared + p.input_offset + (~chunk & 1) * p.next_input;
+    if (chunk == 0) load_columns<T>(p, column_block * p.columns, columns);
+    if (chunk >= 0) {
+      cutlass::arch::cp_async_wait<0>();
+      __syncthreads();
+      turn_chunk<T>(p, slab, shared, rows);
+      __syncthreads();
+    }
+    if (int const next = first + p.chunk; chunk + 1 < p.chunks && next < share_end) {
+      copy_chunk<T>(p, slab, Chunk<T>(p, slab, sample, column_block * p.columns, next, share_end),
+                    shared, next_rows);
+    }
+    if (int const valid = min(p.chunk, share_end - first); chunk >= 0 && valid > 0) {
+      multiply<kMath, kTiles>(p, slab, shared, rows, phases, sums, (valid + kStep - 1) / kStep,
+                              chunk == 0);
+    }
+  }
+  device::sync_cluster();
+  finish<T>(p, slab, sample, column_block, rank, columns, sums);
+}
+
+}  // namespace fusedconv::conv::sm90::clusters

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import reference
 import torch
-from problems import backward_problem, explained, geometry_of, problem
+from problems import (
+    NARROW_VECTORS,
+    NEEDS_WIDE_VECTORS,
+    backward_problem,
+    explained,
+    geometry_of,
+    problem,
+)
 from reference import (
     FLOOR,
     GRADIENT_FLOOR,
@@ -18,7 +25,7 @@ from reference import (
     relative_error,
 )
 
-from fusedconv.device import KNOWN, PROCESSOR, processor
+from fusedconv.device import AVX512, KNOWN, PROCESSOR, processor
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels import onednn
 from fusedconv.kernels.cpu.conv_gradients import WidenedGradients
@@ -32,9 +39,10 @@ from fusedconv.selection import choose
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 #: Without instructions for 16 bits, with pairs and with tiles.
-EMULATING = processor({})
-PAIRS = processor({"avx512_bf16": True, "avx512_fp16": True})
-TILES = processor({"amx_tile": True, "amx_bf16": True, "amx_fp16": True})
+WIDE = dict.fromkeys(AVX512, True)
+EMULATING = processor(WIDE)
+PAIRS = processor({**WIDE, "avx512_bf16": True, "avx512_fp16": True})
+TILES = processor({**WIDE, "amx_tile": True, "amx_bf16": True, "amx_fp16": True})
 
 #: (shape, output channels, kernel, arguments of torch's convolution)
 CASES = {
@@ -106,6 +114,14 @@ def torchs(case, x, weight, bias):
     return reference.CONVOLUTIONS[len(shape) - 2](x, weight, bias, **arguments)
 
 
+def test_float32_sums_in_one_chain_are_left_to_torchs_call():
+    (form,) = [each for each in FORMS if each.name == "ordinary_convolution"]
+    support = form.supports(problem_of("k3", torch.float32), processor({}))
+    assert not support
+    assert "more exactly without AVX-512" in support.reason
+    assert form.supports(problem_of("k3", torch.bfloat16), processor({}))
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 
@@ -119,6 +135,8 @@ def torchs(case, x, weight, bias):
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_a_form_is_as_exact_as_torchs_call(form, case, dtype, device, layout):
     what = problem_of(case, dtype, layout)
+    # Values are this processor's.
+    device = dataclasses.replace(device, vector_bytes=PROCESSOR.vector_bytes)
     support = form.supports(what, device)
     if not support:
         assert support.reason
@@ -225,6 +243,8 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
     exact = whole(reference.conv_transpose_act_norm, torch.Tensor.double, *call)
     plain = whole(reference.conv_transpose_act_norm, torch.Tensor.clone, *call)
     widened = onednn.flops_rate(PROCESSOR, dtype) < PROCESSOR.fp32_flops
+    if NARROW_VECTORS and kernel == "cpu_ordinary_convolution" and dtype == torch.float32:
+        pytest.skip(NEEDS_WIDE_VECTORS)
     if layout == "nhwc" and kernel == "cpu_channels_last" and not widened:
         pytest.skip("torch's own call is this form")
     force(kernel)
@@ -368,7 +388,9 @@ def test_a_processors_record_follows_from_its_instructions():
     one = processor({"avx512_bf16": True})
     assert one.fp16_flops == EMULATING.fp16_flops
     assert one.bf16_flops == PAIRS.bf16_flops
-    assert processor({"amx_bf16": True}) == EMULATING, "tiles are not enabled"
+    assert processor({**WIDE, "amx_bf16": True}) == EMULATING, "tiles are not enabled"
+    narrow = processor({name: name != AVX512[-1] for name in AVX512})
+    assert narrow == processor({}) == dataclasses.replace(EMULATING, vector_bytes=0)
     capabilities = torch.cpu.get_capabilities()
     assert processor(capabilities) == PROCESSOR
 
@@ -390,4 +412,4 @@ def test_which_convolutions_torch_leaves_to_its_own_loops(shape, kernel, groups,
     weight = torch.empty(shape[1], 4, *(kernel,) * axes, dtype=dtype)
     arguments = [1] * axes, [0] * axes, [1] * axes, True, [0] * axes, groups
     backend = torch._C._select_conv_backend(x, weight, None, *arguments)
-    assert onednn.in_plain_loops(what, dtype) == ("Slow" in str(backend))
+    assert onednn.in_plain_loops(what, PROCESSOR, dtype) == ("Slow" in str(backend))

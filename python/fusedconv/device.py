@@ -25,7 +25,7 @@ class Device:
     ``tf32_flops``, ``fp16_flops`` and ``bf16_flops`` of dense products on the tensor cores as the
     data sheet has them (of the vector units where there are none), ``fp32_flops`` of the vector
     units. A processor's are those of its library's convolutions, emulated where it has no
-    instructions for 16 bits.
+    instructions for 16 bits; ``vector_bytes`` are of its vectors where they are known.
     ``launch_seconds`` is what one kernel costs where the device waits for the processor, a third of
     what a call of an operator costs.
     """
@@ -45,6 +45,7 @@ class Device:
     fp16_flops: float = 0.0
     bf16_flops: float = 0.0
     launch_seconds: float = 0.0
+    vector_bytes: int = 0
 
     @property
     def compiled(self) -> _C.Device:
@@ -156,6 +157,8 @@ KNOWN: dict[int, Device] = {
     )
 }  # fmt: skip
 
+#: What oneDNN asks for together, in the names of ``torch.cpu.get_capabilities``.
+AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 #: A processor's rates are orders of magnitude: only their ratios decide, among what runs there.
 _PROCESSOR_FLOPS = 1e11
 #: The rate of 16 bits over that of float32, by what the processor has for them: tiles, vectors of
@@ -182,6 +185,7 @@ def processor(capabilities: Mapping[str, object]) -> Device:
         fp16_flops=rate("amx_fp16", "avx512_fp16", _EMULATED_FP16),
         bf16_flops=rate("amx_bf16", "avx512_bf16", _EMULATED_BF16),
         launch_seconds=1e-6,
+        vector_bytes=64 if all(map(capabilities.get, AVX512)) else 0,
     )
 
 

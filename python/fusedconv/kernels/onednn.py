@@ -38,13 +38,13 @@ def flops_rate(device: Device, dtype: torch.dtype) -> float:
     return rates.get(dtype, device.fp32_flops)
 
 
-def in_plain_loops(problem: ForwardProblem, dtype: torch.dtype) -> bool:
+def in_plain_loops(problem: ForwardProblem, device: Device, dtype: torch.dtype) -> bool:
     """Whether torch leaves the convolution, in this dtype, to its own loops instead of oneDNN: a
-    single small sample in float32, the filter narrow."""
+    single small sample in float32, the filter narrow; bfloat16 without AVX-512."""
     conv = problem.conv
     assert conv is not None
     if dtype != torch.float32:
-        return False
+        return dtype == torch.bfloat16 and device.vector_bytes < 64
     kernel = (1, *conv.kernel_size)[-2:]
     if conv.groups > 1 or min(kernel) > 3 or problem.batch > 1:
         return False
@@ -80,7 +80,7 @@ def _milliseconds(
     # Lines of channels last are copied to channels first before anything else.
     if layout == "nhwc":
         passes = passes + 1.0 if len(problem.spatial) == 1 else 1.0
-    if in_plain_loops(problem, dtype):
+    if in_plain_loops(problem, device, dtype):
         share = _PLAIN_LOOPS
     return product_milliseconds(problem, device, dtype) / share + device.copy_milliseconds(
         passes * moved_bytes(problem, dtype)
@@ -108,7 +108,7 @@ def gradients_milliseconds(
     if "bias" in asked:
         passes = _BIAS_PASSES_LAST if layout == "nhwc" else 1.0
         total += device.copy_milliseconds(passes * problem.output_elements * dtype.itemsize)
-        if not in_plain_loops(problem, dtype):
+        if not in_plain_loops(problem, device, dtype):
             asked.add("weight")  # oneDNN computes both or none
     for gradient, share in (("input", 1.0), ("weight", _WEIGHT_GRADIENT)):
         if gradient in asked:

@@ -218,7 +218,7 @@ class MatrixProductGradients(BackwardKernel):
         if not support or forward.dtype != torch.float32 or "input" not in problem.gradients:
             return support
         taps = math.prod(forward.conv.kernel_size)
-        if taps > 1 and not onednn.in_plain_loops(forward, forward.dtype):
+        if taps > 1 and not onednn.in_plain_loops(forward, device, forward.dtype):
             return Support.no("its float32 sums for the input are less exact than torch's")
         return support
 

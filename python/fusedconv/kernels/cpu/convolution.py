@@ -35,6 +35,10 @@ PROVIDER = "cpu"
 #: torch's transposed one; 256 measured 1.1 to 1.2 times its error.
 _EXACT_CHANNELS = 192
 
+#: Bytes of the vectors with which this is so: with narrower ones oneDNN adds a float32 output up in
+#: one chain, of three times the error.
+_EXACT_VECTOR = 64
+
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -224,9 +228,9 @@ class AsTorch(Form):
 
 
 class _ChannelsLast(Convolution):
-    def __init__(self, problem: ForwardProblem, dtype: torch.dtype) -> None:
+    def __init__(self, problem: ForwardProblem, device: Device, dtype: torch.dtype) -> None:
         # torch's own loops write volumes with channels first.
-        slow = len(problem.spatial) == 3 and onednn.in_plain_loops(problem, dtype)
+        slow = len(problem.spatial) == 3 and onednn.in_plain_loops(problem, device, dtype)
         super().__init__(
             problem,
             dtype,
@@ -271,7 +275,7 @@ class ChannelsLast(Form):
         ) + onednn.forward_milliseconds(planes, device, dtype, "nhwc")
 
     def compile(self, problem: ForwardProblem, device: Device) -> Convolution:
-        return _ChannelsLast(problem, computing_dtype(problem, device))
+        return _ChannelsLast(problem, device, computing_dtype(problem, device))
 
 
 # ---- an ordinary convolution ---------------------------------------------------------------------
@@ -340,8 +344,10 @@ class OrdinaryConvolution(Form):
             return phase
         dtype = computing_dtype(problem, device)
         if not is_widened(problem, device):
-            if onednn.in_plain_loops(problem, dtype):
+            if onednn.in_plain_loops(problem, device, dtype):
                 return Support.no("torch's own loops sum small float32 samples more exactly")
+            if problem.dtype == torch.float32 and device.vector_bytes < _EXACT_VECTOR:
+                return Support.no("torch's call sums float32 more exactly without AVX-512")
             if problem.dtype == torch.float32 and problem.channels > _EXACT_CHANNELS:
                 return Support.no(
                     f"sums {problem.channels} channels in float32, and is less exact than torch's "
@@ -349,12 +355,12 @@ class OrdinaryConvolution(Form):
                 )
         return _supports(problem)
 
-    def _calls_onednn(self, problem: ForwardProblem, dtype: torch.dtype) -> bool:
-        return len(problem.spatial) > 1 and onednn.in_plain_loops(problem, dtype)
+    def _calls_onednn(self, problem: ForwardProblem, device: Device, dtype: torch.dtype) -> bool:
+        return len(problem.spatial) > 1 and onednn.in_plain_loops(problem, device, dtype)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         dtype = computing_dtype(problem, device)
-        calls_onednn = self._calls_onednn(problem, dtype)
+        calls_onednn = self._calls_onednn(problem, device, dtype)
         layout = _ordinary_layout(problem, calls_onednn)
         passes = 1.0 if layout == "nhwc" else onednn.FORWARD_PASSES
         # The filter is flipped, which walks through its memory backwards.
@@ -371,7 +377,9 @@ class OrdinaryConvolution(Form):
         phase = _ordinary(problem)
         assert isinstance(phase, Phase)
         dtype = computing_dtype(problem, device)
-        return _OrdinaryConvolution(problem, dtype, phase, self._calls_onednn(problem, dtype))
+        return _OrdinaryConvolution(
+            problem, dtype, phase, self._calls_onednn(problem, device, dtype)
+        )
 
 
 # ---- one matrix product --------------------------------------------------------------------------

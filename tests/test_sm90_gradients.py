@@ -422,7 +422,8 @@ def test_a_program_gets_what_it_was_built_for(layout, kind, channels, monkeypatc
         grad, given, result = slots[INPUT], slots[CONV_INPUT], slots[OUTPUT]
         copied = kind == "expanded" or (kind == "nhwc" and not whole["grad"])
         assert built_for == ("nchw" if copied else kind)
-        assert lies_in_lines(grad) == (built_for == "lines")
+        in_lines = lies_in_lines(grad, line_strides(grad.shape, grad.dtype))
+        assert in_lines == (built_for == "lines")
         if built_for != "lines":
             assert layout_of(grad.shape, grad.stride()) == built_for
         expected = layout if whole["x"] else "nchw"
@@ -444,7 +445,9 @@ def test_lines():
     for dtype, strides in ((torch.float32, (84, 28, 4, 1)), (torch.bfloat16, (168, 56, 8, 1))):
         assert line_strides((2, 3, 7, 3), dtype) == strides
         padded = torch.empty_strided((2, 3, 7, 3), strides, dtype=dtype)
-        assert lies_in_lines(padded)
-        assert not lies_in_lines(padded.contiguous())
-        assert not lies_in_lines(padded[..., 1:])
-    assert lies_in_lines(torch.empty(2, 3, 7, 8))
+        assert lies_in_lines(padded, strides)
+        assert not lies_in_lines(padded.contiguous(), strides)
+        shifted = padded[..., 1:]
+        assert not lies_in_lines(shifted, line_strides(shifted.shape, dtype))
+    whole = torch.empty(2, 3, 7, 8)
+    assert whole.stride() == line_strides(whole.shape, whole.dtype)

@@ -43,12 +43,10 @@ def line_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     return dense_strides((*shape[:-1], line_pitch(shape[-1], dtype)), "nchw")
 
 
-def lies_in_lines(tensor: Tensor) -> bool:
-    """Whether a tensor is NCHW, dense but for padded lines, at a multiple of LINE_BYTES."""
-    return (
-        tensor.stride() == line_strides(tensor.shape, tensor.dtype)
-        and tensor.data_ptr() % LINE_BYTES == 0
-    )
+def lies_in_lines(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether a tensor lies in padded lines at a multiple of LINE_BYTES; ``strides`` are what
+    ``line_strides`` says of its shape and dtype."""
+    return tensor.stride() == strides and tensor.data_ptr() % LINE_BYTES == 0
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
@@ -74,6 +72,8 @@ def result_layout(layout: str) -> Layout:
 
 def result_layout_of(tensor: Tensor) -> Layout:
     """``result_layout`` of a tensor's own."""
+    if tensor.is_contiguous() and tensor.numel():
+        return "nchw"  # the same, known sooner
     return result_layout(layout_of(tensor.shape, tensor.stride()))
 
 

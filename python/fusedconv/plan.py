@@ -75,12 +75,18 @@ class Gradients(NamedTuple):
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Gradients:
         """``grad`` under the name of what the epilogue was computed from."""
-        found = Gradients(norm_weight=norm_weight, norm_bias=norm_bias, residual=residual)
-        if problem.forward.conv is None:
-            return found._replace(input=grad)
-        return found._replace(conv_output=grad)
+        convolves = problem.forward.conv is not None
+        return Gradients(
+            conv_output=grad if convolves else None,
+            input=None if convolves else grad,
+            bias=bias,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            residual=residual,
+        )
 
     def joined(self, other: Gradients) -> Gradients:
         return Gradients(*(a if b is None else b for a, b in zip(self, other, strict=True)))
@@ -152,12 +158,13 @@ class JoinedPlan(BackwardPlan):
         self.is_reference = all(plan.is_reference for plan in plans)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
-        found = Gradients()
+        found = None
         for plan in self.plans:
-            found = found.joined(plan.run(tensors))
-            if found.conv_output is not None:
-                tensors = tensors._replace(grad_conv_output=found.conv_output)
-        return found
+            gradients = plan.run(tensors)
+            found = gradients if found is None else found.joined(gradients)
+            if gradients.conv_output is not None:
+                tensors = BackwardTensors(*tensors[:-1], gradients.conv_output)
+        return Gradients() if found is None else found
 
 
 class Kernel:

@@ -33,21 +33,11 @@ LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def promised(
-    kernel: str,
-    name: str,
-    input: Tensor,
-    result: Tensor | None,
-    like: Tensor | None,
-    needed: bool,
-    layout: str = "nchw",
-) -> Tensor:
-    """A gradient as an operator promises it: dense, of its tensor's dtype; empty if not needed.
+def promised(kernel: str, name: str, result: Tensor | None, like: Tensor, layout: str) -> Tensor:
+    """A gradient as an operator promises it: dense, of its tensor's dtype.
 
     Raises KernelError where ``kernel`` did not compute it, or in another shape.
     """
-    if not needed or like is None:
-        return input.new_empty((0,))
     if result is None or result.shape != like.shape:
         got = "none" if result is None else f"shape {tuple(result.shape)}"
         raise KernelError(
@@ -66,25 +56,25 @@ def computed_gradients(
     grad: Tensor,
     saved: tuple[Tensor | None, Tensor | None, Tensor | None],
     needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """A plan's gradients of an operator's tensors, as it promises them. ``names`` are those of the
-    tensors, ``gradient_names`` what a problem calls their gradients, ``given(*tensors)`` what a
-    plan takes; ``saved`` are conv_output, mean and rstd."""
+) -> list[Tensor | None]:
+    """A plan's gradients of an operator's tensors, as it promises them; None where there is no need
+    of one. ``names`` are those of the tensors, ``gradient_names`` what a problem calls their
+    gradients, ``given(*tensors)`` what a plan takes; ``saved`` are conv_output, mean and rstd."""
     input, weight, _, norm_weight, norm_bias = given(*tensors)
     found = run_backward(plan, BackwardTensors(grad, input, weight, *saved, norm_weight, norm_bias))
-    layout = result_layout_of(input)
-    return tuple(
-        promised(
-            plan.kernel,
-            name,
-            input,
-            getattr(found, gradient),
-            tensor,
-            need,
-            layout if name == "input" else "nchw",
-        )
-        for name, gradient, tensor, need in zip(names, gradient_names, tensors, needs, strict=True)
-    )
+    gradients: list[Tensor | None] = []
+    for name, gradient, tensor, need in zip(names, gradient_names, tensors, needs, strict=True):
+        if not need or tensor is None:
+            gradients.append(None)
+            continue
+        layout = result_layout_of(input) if name == "input" else "nchw"
+        gradients.append(promised(plan.kernel, name, getattr(found, gradient), tensor, layout))
+    return gradients
+
+
+def present(gradients: Sequence[Tensor | None], input: Tensor) -> tuple[Tensor, ...]:
+    """Gradients as the dispatcher takes them, which has no None: empty where there is no need."""
+    return tuple(input.new_empty((0,)) if each is None else each for each in gradients)
 
 
 def _base(tensor: Tensor) -> Tensor:
@@ -92,21 +82,26 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A plan's outputs as an operator returns them: dense, none sharing memory, empty for None."""
+def _apart(input: Tensor, outputs: Outputs) -> Outputs:
+    """A plan's outputs, dense, none sharing memory: else writing to the output in place would
+    change what is saved."""
     output, conv_output, mean, rstd = outputs
     layout = result_layout_of(input)
     output = dense(output, layout)
-    if conv_output is None:
-        conv_output = input.new_empty((0,))
-    else:
+    if conv_output is not None:
         conv_output = dense(conv_output, layout)
         if _base(output) is _base(conv_output):
             output = output.clone()
+    return Outputs(output, conv_output, mean, rstd)
+
+
+def operator_outputs(input: Tensor, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A plan's outputs as the dispatcher takes them: the same, empty for None."""
+    output, conv_output, mean, rstd = _apart(input, outputs)
     statistics = statistics_dtype(input)
     return (
         output,
-        conv_output,
+        input.new_empty((0,)) if conv_output is None else conv_output,
         input.new_empty((0,), dtype=statistics) if mean is None else mean,
         input.new_empty((0,), dtype=statistics) if rstd is None else rstd,
     )
@@ -262,8 +257,7 @@ def direct_operator(
         def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
             outputs = run(plan, *given(*tensors))
             if outputs.conv_output is not None:
-                # Else writing to the output in place would change what is saved.
-                outputs = Outputs(*operator_outputs(tensors[0], outputs))
+                outputs = _apart(tensors[0], outputs)
             output, conv_output, mean, rstd = outputs
             output = owning(output)
             ctx.set_materialize_grads(False)
@@ -298,8 +292,12 @@ def direct_operator(
                         ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
                     )
                     saved = (conv_output, mean, rstd)
-                    found = computed_gradients(
-                        plan, names, gradient_names, given, tensors, grad, saved, needs
+                    return (
+                        None,
+                        None,
+                        *computed_gradients(
+                            plan, names, gradient_names, given, tensors, grad, saved, needs
+                        ),
                     )
             return (
                 None,

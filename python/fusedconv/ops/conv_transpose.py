@@ -18,6 +18,7 @@ from fusedconv.ops.common import (
     direct_operator,
     gradients_by_composition,
     operator_outputs,
+    present,
     recorded_with,
     refuse_second_derivatives,
     register_batching,
@@ -119,9 +120,10 @@ def _computed(
     saved: tuple[Tensor, Tensor, Tensor],
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    return computed_gradients(
+    gradients = computed_gradients(
         plan, _DIFFERENTIABLE, _DIFFERENTIABLE, _given, call.tensors, grad, saved, output_mask
     )
+    return present(gradients, call.input)
 
 
 torch.library.impl(f"{_CONV}_backward", "default", _backward)

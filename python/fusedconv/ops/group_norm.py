@@ -18,6 +18,7 @@ from fusedconv.ops.common import (
     direct_operator,
     gradients_by_composition,
     operator_outputs,
+    present,
     recorded_with,
     refuse_second_derivatives,
     register_batching,
@@ -102,9 +103,10 @@ def _computed(
     saved: tuple[None, Tensor, Tensor],
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    return computed_gradients(
+    gradients = computed_gradients(
         plan, _DIFFERENTIABLE, _GRADIENTS, _given, call.tensors, grad, saved, output_mask
     )
+    return present(gradients, call.input)
 
 
 torch.library.impl(f"{_NORM}_backward", "default", _backward)

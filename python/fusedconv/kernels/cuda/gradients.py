@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
-from fusedconv.kernels.cuda.program import run_program, supports_device
+from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
 from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
@@ -292,10 +292,12 @@ class GroupNormBackwardPlan(BackwardPlan):
             copies.append(CONTIGUOUS_STEP)
         sums = ["torch sum by channel"] if self._sums_after else []
         self.steps = (*copies, *self._program.steps, *sums)
-        if padded_lines:
-            self._strides = line_strides(self._shape, forward.dtype)
-        else:
-            self._strides = dense_strides(self._shape, self._layout)
+        self._strides = None
+        if wants_input(self.problem):
+            if padded_lines:
+                self._strides = line_strides(self._shape, forward.dtype)
+            else:
+                self._strides = dense_strides(self._shape, self._layout)
 
     def give_padded_lines(self) -> bool:
         gives = self._layout == "nchw" and wants_input(self.problem)
@@ -307,16 +309,13 @@ class GroupNormBackwardPlan(BackwardPlan):
         grad = dense(tensors.grad_output, self._layout)
         x = dense(tensors.of_epilogue, self._layout)
         wanted = self.problem.gradients
+        empty = allocator(x.device)
         grad_input = None
-        if wants_input(self.problem):
-            grad_input = torch.empty_strided(
-                self._shape, self._strides, dtype=x.dtype, device=x.device
-            )
+        if self._strides is not None:
+            grad_input = empty(self._shape, self._strides, x.dtype)
 
         def per_channel(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            if name not in wanted:
-                return None
-            return x.new_empty(self._channels, dtype=dtype)
+            return empty((self._channels,), (1,), dtype) if name in wanted else None
 
         weight, bias = tensors.norm_weight, tensors.norm_bias
         norm_weight, norm_bias = per_channel("norm_weight"), per_channel("norm_bias")
@@ -341,8 +340,9 @@ class GroupNormBackwardPlan(BackwardPlan):
         if self._sums_after:
             assert grad_input is not None
             conv_bias = grad_input.sum((0, *range(2, grad_input.dim())))
-        found = Gradients.of_epilogue(self.problem, grad_input, norm_weight, norm_bias)
-        return found._replace(bias=conv_bias)
+        return Gradients.of_epilogue(
+            self.problem, grad_input, norm_weight, norm_bias, bias=conv_bias
+        )
 
 
 def kernels() -> list[Kernel]:

@@ -475,5 +475,5 @@ def run_program(
     """Runs a program on tensors in the order of its slots, with a workspace of its own."""
     workspace = None
     if program.workspace_bytes:
-        workspace = like.new_empty(program.workspace_bytes, dtype=torch.uint8)
+        workspace = allocator(like.device)((program.workspace_bytes,), (1,), torch.uint8)
     program.run(list(map(address, tensors)), address(workspace), raw_stream(device.index))

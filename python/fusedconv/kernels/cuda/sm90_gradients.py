@@ -55,6 +55,7 @@ from fusedconv.kernels.cuda.program import (
     WEIGHT,
     ForwardProgram,
     NotBuiltBackward,
+    allocator,
     lines_problem,
     run_program,
     supports_forward,
@@ -69,7 +70,15 @@ from fusedconv.kernels.cuda.transposing import (
     transpose_to_channels_last,
     transposed_to_channels_first,
 )
-from fusedconv.layout import LINE_BYTES, dense, empty, layout_of, lies_in_lines, line_pitch
+from fusedconv.layout import (
+    LINE_BYTES,
+    dense,
+    dense_strides,
+    layout_of,
+    lies_in_lines,
+    line_pitch,
+    line_strides,
+)
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.problem import BackwardProblem, ForwardProblem
 from fusedconv.support import Support
@@ -380,11 +389,20 @@ class GradientsSm90Plan(BackwardPlan):
         self._device = device
         self._programs: dict[GradForm, _C.Program] = {}
         self.pads_lines = pads_grad(problem)
-        self._transposes = has_whole_vectors(conv.out_channels, problem.forward.dtype)
+        forward = problem.forward
+        self._transposes = has_whole_vectors(conv.out_channels, forward.dtype)
+        self._line_strides = line_strides(forward.output_shape, forward.dtype)
+        # Each with the strides that it is allocated with.
+        written = "nhwc" if writes_channels_last(forward) else "nchw"
+        self._input = forward.input_shape, dense_strides(forward.input_shape, written)
+        weight = (conv.in_channels, conv.out_channels // conv.groups, *conv.kernel_size)
+        self._weight = weight, dense_strides(weight, "nchw")
+        self._input_layout = "nhwc" if reads_channels_last(forward) else "nchw"
+        self._copies_back = copies_to_channels_last(forward)
         self._describe(grad_form(problem))
         # Where the filter is read from, in elements: with stride 1 backwards.
         self._first_read = 0
-        if not is_strided(problem.forward):
+        if not is_strided(forward):
             self._first_read = sum(
                 (extent - 1) * stride
                 for extent, stride in zip(conv.kernel_size, conv.weight_strides[2:], strict=True)
@@ -413,7 +431,7 @@ class GradientsSm90Plan(BackwardPlan):
 
     def _form_of(self, grad: Tensor) -> GradForm | None:
         """The form in which a gradient lies; None where it is to be copied."""
-        if lies_in_lines(grad):
+        if lies_in_lines(grad, self._line_strides):
             return "lines"
         if grad.data_ptr() % LINE_BYTES == 0 and self._transposes:
             return "nhwc" if layout_of(grad.shape, grad.stride()) == "nhwc" else None
@@ -425,28 +443,28 @@ class GradientsSm90Plan(BackwardPlan):
         form = self._form_of(grad)
         if form is None:
             grad = dense(grad, "nchw")
-            form = "lines" if lies_in_lines(grad) else "nchw"
+            form = "lines" if lies_in_lines(grad, self._line_strides) else "nchw"
         weight = tensors.weight
         assert weight is not None
+        empty = allocator(grad.device)
         grad_input = grad_weight = grad_bias = x = filter = None
         if "input" in wanted:
-            filter = weight.as_strided((), (), weight.storage_offset() + self._first_read)
-            transposes = writes_channels_last(forward)
-            grad_input = empty(
-                grad, forward.input_shape, "nhwc" if transposes else "nchw", grad.dtype
-            )
+            filter = weight
+            if self._first_read:
+                filter = weight.as_strided((), (), weight.storage_offset() + self._first_read)
+            grad_input = empty(*self._input, grad.dtype)
         if "weight" in wanted:
-            x = dense(tensors.input, "nhwc" if reads_channels_last(forward) else "nchw")
+            x = dense(tensors.input, self._input_layout)
             if x.data_ptr() % LINE_BYTES:  # read by tensor maps or in whole vectors
                 x = x.clone()
-            grad_weight = grad.new_empty(weight.shape)
+            grad_weight = empty(*self._weight, grad.dtype)
         if "bias" in wanted:
-            grad_bias = grad.new_empty(forward.output_channels)
+            grad_bias = empty((forward.output_channels,), (1,), grad.dtype)
         slots: list[Tensor | None] = [None] * (GRAD_BIAS + 1)
         slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, filter, grad_input
         slots[CONV_INPUT], slots[GRAD_WEIGHT], slots[GRAD_BIAS] = x, grad_weight, grad_bias
         run_program(self._program(form), self._device, slots, grad)
-        if grad_input is not None and copies_to_channels_last(forward):
+        if grad_input is not None and self._copies_back:
             grad_input = dense(grad_input, "nhwc")
         return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)
 

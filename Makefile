@@ -36,7 +36,11 @@ $(VENV)/.created:
 	$(PIP) install -q "pip>=25.1"
 	touch $@
 
-$(VENV)/.torch: $(VENV)/.created
+# Rewritten when TORCH changes, so that a change installs it.
+$(VENV)/.torch-asked: force | $(VENV)/.created
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/.torch: $(VENV)/.created $(VENV)/.torch-asked
 	$(PIP) install -q "$(TORCH)" numpy
 	touch $@
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedconv
-from fusedconv import benchmark, winners
+from fusedconv import benchmark, selection, winners
 from fusedconv.benchmark import records as files
 
 # ---- commits -------------------------------------------------------------------------------------
@@ -92,14 +92,32 @@ def measured(path, **options):
         precisions=["fp32"],
         layouts=["nchw"],
         passes=["forward"],
-        contenders=["eager"],
         device=torch.device("cpu"),
         seconds=0.0,
         least=1,
         small=True,
         commit="abc",
-        **options,
+        **{"contenders": ["eager"], **options},
     )
+
+
+def test_what_was_chosen_otherwise_is_measured_anew(tmp_path, monkeypatch):
+    path = tmp_path / "figures.json"
+    monkeypatch.setenv("FUSEDCONV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(selection, "_tuned", {})
+    ours = {"contenders": ["fusedconv"], "resume": True}
+    for autotune, forced, expected in (("0", "", "cost"), ("1", "", "tuned"), ("1", "cpu", "cpu")):
+        monkeypatch.setenv("FUSEDCONV_AUTOTUNE", autotune)
+        monkeypatch.setenv("FUSEDCONV_KERNEL", forced)
+        (record,) = measured(path, **ours)
+        assert record["chosen_by"] == expected
+        assert measured(path, **ours) == []
+    # What was tuned is used without being asked for.
+    monkeypatch.setenv("FUSEDCONV_KERNEL", "")
+    (record,) = measured(path, **ours)
+    assert record["chosen_by"] == "tuned"
+    monkeypatch.setenv("FUSEDCONV_AUTOTUNE", "0")
+    assert measured(path, **ours) == []
 
 
 def test_what_another_build_measured_is_measured_anew(tmp_path, monkeypatch):

@@ -170,6 +170,20 @@ def test_a_run_that_was_stopped_goes_on_where_it_stood(monkeypatch, tmp_path):
     assert len(json.loads(path.read_text())["records"]) == 4
 
 
+def test_finding_problems_tunes_none(monkeypatch):
+    monkeypatch.setenv("FUSEDCONV_AUTOTUNE", "1")
+    active = []
+
+    def find():
+        active.append(tuning.is_active())
+        return [SMALL]
+
+    source = kernels.Source(None, "small", find)
+    assert len(kernels.questions([source], CPU, None, benchmark.Observer())) == 1
+    assert active == [False]
+    assert tuning.is_active()
+
+
 def test_a_problem_without_memory_is_tried_again(monkeypatch, tmp_path):
     path = tmp_path / "kernels.json"
 

@@ -41,6 +41,7 @@ _WAIT_SECONDS = 60.0
 
 _count_lock = threading.Lock()
 _open = 0
+_suspended = 0
 
 
 class autotune(ContextDecorator):
@@ -68,12 +69,25 @@ class autotune(ContextDecorator):
             _open -= 1
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within it no call is tuned, in any thread, whoever asks for it."""
+    global _suspended
+    with _count_lock:
+        _suspended += 1
+    try:
+        yield
+    finally:
+        with _count_lock:
+            _suspended -= 1
+
+
 def is_active() -> bool:
     """Whether calls are tuned. Raises ValueError where FUSEDCONV_AUTOTUNE is neither 0 nor 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: got {value!r}, expected 0 or 1")
-    return _open > 0 or value == "1"
+    return not _suspended and (_open > 0 or value == "1")
 
 
 # ---- tensors -------------------------------------------------------------------------------------

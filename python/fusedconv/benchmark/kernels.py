@@ -20,7 +20,7 @@ from fusedconv.device import device_record
 from fusedconv.plan import Candidate
 from fusedconv.problem import ForwardProblem, Problem
 from fusedconv.timing import Clock
-from fusedconv.tuning import calls, undisturbed
+from fusedconv.tuning import calls, suspended, undisturbed
 from fusedconv.winners import Piece, Winner
 
 #: Seconds of timing a kernel, and repetitions.
@@ -146,7 +146,9 @@ def questions(
     for source in sources:
         observer.began(f"problems of {source.title}")
         counts: dict[str, int] = {}
-        for problem in source.find():
+        with suspended():
+            problems = list(source.find())
+        for problem in problems:
             question = Question(problem, device, names, source.workload)
             if question.workload is not None:
                 kind = question.fields()["pass"]

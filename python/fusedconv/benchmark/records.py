@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fusedconv
-from fusedconv import winners
+from fusedconv import selection, tuning, winners
 from fusedconv.benchmark.cells import Cell
 from fusedconv.benchmark.workloads import WORKLOADS
 from fusedconv.replacing import check_replaceable, replacing, target
@@ -198,9 +198,23 @@ def check_machine(path: Path, head: Mapping[str, Any]) -> None:
         )
 
 
+def _chosen_as_now(record: Mapping[str, Any]) -> bool:
+    """Whether a record's kernels were chosen by what would choose them now: FUSEDCONV_KERNEL, times
+    where calls are tuned, else what the user's cache holds, and estimates."""
+    by = record.get("chosen_by")
+    if by is None:  # a peer's
+        return True
+    parts = set(by.split("+"))
+    forced = selection.forced_kernels()
+    if forced is not None:
+        return parts == {forced}
+    return parts <= ({"tuned"} if tuning.is_active() else {"tuned", "cost", ""})
+
+
 def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
-    """The cells and contenders of which a file holds a record made by this build at ``commit``, at
-    a ``size`` of ``models.SIZES``; one that failed before it had a shape is of any."""
+    """The cells and contenders of which a file holds a record made by this build at ``commit``, of
+    kernels chosen as they would be now, at a ``size`` of ``models.SIZES``; one that failed before
+    it had a shape is of any."""
 
     def is_of_size(record: Mapping[str, Any]) -> bool:
         workload, shape = WORKLOADS.get(record["workload"]), record.get("shape")
@@ -212,6 +226,7 @@ def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:
         if record.get("run", "").split()[-1:] == [commit]
         and record.get("fusedconv") == winners.build()
         and is_of_size(record)
+        and _chosen_as_now(record)
     }
 
 

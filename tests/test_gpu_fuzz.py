@@ -10,9 +10,9 @@ import torch
 from gpu_checks import fused_against_fp64, random_problem
 
 from fusedconv.benchmark import DTYPES
+from fusedconv.explaining import explain_problem
 from fusedconv.problem import ForwardProblem
 from fusedconv.recording import record
-from fusedconv.selection import explain_problem
 
 pytestmark = pytest.mark.gpu
 

@@ -220,6 +220,27 @@ def test_gradients_of_a_known_call(known):
     assert all(map(torch.equal, first, second))
 
 
+def test_calls_that_torchs_operators_serve_are_known_too(known, force):
+    """With gradients autograd follows the operators by itself, and nothing of ours is in its graph;
+    twice too."""
+    force("torch")
+    tensors = known.tensors
+    leaves = [t.clone().requires_grad_() for t in vars(tensors).values()]
+    x, weight, bias, scale, shift = leaves
+    calls = [
+        known.call(input=x, weight=weight, bias=bias, norm_weight=scale, norm_bias=shift)
+        for _ in range(2)
+    ]
+    assert known.recalls == [False, False, True]
+    found = [torch.autograd.grad((y * y).sum(), leaves, create_graph=True) for y in calls]
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+    torch.autograd.grad(found[1][0].sum(), weight)
+    with torch.no_grad():
+        known.call(), known.call()
+    assert known.recalls[3:] == [False, True]
+
+
 def test_without_guards_every_call_is_read(known, monkeypatch):
     monkeypatch.setattr(seen, "_Guards", None)
     fusedconv.clear_cache()

@@ -10,7 +10,7 @@ from fusedconv._C import build
 from fusedconv.conversion import Conversion, compile_backend, compile_pass, convert, revert
 from fusedconv.device import Device
 from fusedconv.errors import KernelError, NoKernelError, PluginError
-from fusedconv.explaining import explain
+from fusedconv.explaining import Explanation, explain
 from fusedconv.models.conv_transpose2d_gelu_group_norm import ModelNew
 from fusedconv.modules import (
     ConvTransposeActNorm1d,
@@ -40,7 +40,7 @@ from fusedconv.problem import (
 )
 from fusedconv.recording import Composition
 from fusedconv.registry import Registry
-from fusedconv.selection import Explanation, clear_cache
+from fusedconv.selection import clear_cache
 from fusedconv.support import Support
 from fusedconv.tuning import autotune
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import torch
@@ -12,9 +13,96 @@ from torch.utils import _pytree as pytree
 
 from fusedconv.arguments import flag, shown
 from fusedconv.device import Device, device_record
-from fusedconv.problem import BackwardProblem, ForwardProblem
+from fusedconv.plan import Candidate
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.recording import Composition, record
-from fusedconv.selection import Explanation, explain_problem
+from fusedconv.registry import registry
+from fusedconv.selection import choose, forced_kernels, plan_of, restricted, winner_of
+from fusedconv.winners import Piece
+
+# ---- a problem -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan was chosen; ``str()`` of it is what ``fusedconv.explain`` prints.
+
+    ``kernel`` and ``provider`` join the names where parts of a backward pass have several;
+    ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned" or the
+    value of FUSEDCONV_KERNEL. ``times`` are the milliseconds that kernels took where the problem
+    was tuned, by the parts computed together and the kernel's name.
+    """
+
+    problem: Problem
+    device: Device
+    kernel: str
+    provider: str
+    cost: float
+    steps: tuple[str, ...]
+    chosen: tuple[tuple[tuple[str, ...], Candidate], ...]
+    candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
+    chosen_by: str
+    times: Mapping[Piece, float] = field(default_factory=dict)
+
+    def _measured(self, parts: tuple[str, ...], kernel: str) -> str:
+        time = self.times.get((parts, kernel))
+        return "" if time is None else f", measured {time:.4g} ms"
+
+    def __str__(self) -> str:
+        how = {"cost": "", "tuned": ", tuned"}.get(self.chosen_by, f", forced by {self.chosen_by}")
+        lines = [f"{self.problem}, {self.device}"]
+        for parts, candidate in self.chosen:
+            label = "kernel" if parts == ("forward",) else f"kernel of {', '.join(parts)}"
+            lines.append(
+                f"  {label}: {candidate.kernel.name} (provider {candidate.kernel.provider}, "
+                f"estimated {candidate.cost:.4g} ms{how}"
+                f"{self._measured(parts, candidate.kernel.name)})"
+            )
+        lines += [f"    {number}. {step}" for number, step in enumerate(self.steps, 1)]
+        for part, candidates in self.candidates:
+            taken = {c.kernel.name for parts, c in self.chosen if part in parts}
+            others = [c for c in candidates if c.kernel.name not in taken]
+            if others:
+                lines.append("  not chosen" + ("" if part == "forward" else f" for {part}") + ":")
+            refused: dict[tuple[str, str], list[str]] = {}
+            for candidate in others:
+                kernel = candidate.kernel
+                if candidate.cost is None:
+                    alike = refused.setdefault((kernel.provider, candidate.support.reason), [])
+                    alike.append(kernel.name)
+                    continue
+                measured = self._measured((part,), kernel.name)
+                lines.append(f"    {kernel.name}: estimated {candidate.cost:.4g} ms{measured}")
+            for (provider, reason), names in refused.items():
+                more = f" and {len(names) - 1} more of {provider}" if len(names) > 1 else ""
+                lines.append(f"    {names[0]}{more}: {reason}")
+        return "\n".join(lines)
+
+
+def explain_problem(problem: Problem, device: Device) -> Explanation:
+    """Which kernel serves a problem, its cost estimate, and why each other one does not."""
+    choice = choose(problem, device, forced_kernels())
+    kernels = [candidate.kernel for _, candidate in choice.chosen]
+    known = registry()
+    winner = winner_of(problem, device)
+    return Explanation(
+        problem=problem,
+        device=device,
+        kernel=" + ".join(kernel.name for kernel in kernels),
+        provider=" + ".join(dict.fromkeys(kernel.provider for kernel in kernels)),
+        cost=choice.cost,
+        steps=plan_of(choice, device).steps,
+        chosen=tuple((piece.parts, candidate) for piece, candidate in choice.chosen),
+        candidates=tuple(
+            (part, tuple(known.candidates(restricted(problem, (part,)), device)))
+            for part in problem.parts
+        ),
+        chosen_by=choice.by,
+        times=winner.times if winner is not None and choice.by == "tuned" else {},
+    )
+
+
+# ---- a call --------------------------------------------------------------------------------------
 
 
 def explain(

@@ -25,7 +25,7 @@ from fusedconv.kernels.torch import TorchPlan
 from fusedconv.norms import KINDS, folded_batch_norm, normalized
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
-from fusedconv.reference import compose, conv_transpose
+from fusedconv.reference import conv_transpose
 from fusedconv.selection import run
 
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -197,7 +197,7 @@ def conv_transpose_act_norm(
             and precision is None
             and (not save or ops.torch_differentiates(plan, input.device))
         ):
-            return compose(plan.problem, *tensors).output
+            plan, save = plan.followed, False
         template = ops.conv_transpose.template(call) if save else None
         if not lowers:
             ops.remember(tensors, arguments, plan, save, template)
@@ -288,7 +288,7 @@ def group_norm(
         if isinstance(plan, TorchPlan) and (
             not save or ops.torch_differentiates(plan, input.device)
         ):
-            return compose(plan.problem, input, None, None, weight, bias).output
+            plan, save = plan.followed, False
         template = call.without_tensors() if save else None
         if output_dtype is None:
             ops.remember(tensors, arguments, plan, save, template)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations, groupby
 from typing import Any, overload
 
@@ -34,7 +34,7 @@ from fusedconv.plan import (
 )
 from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.registry import FORCE_VARIABLE, Registry, registry
-from fusedconv.winners import Piece, Winner
+from fusedconv.winners import Winner
 
 logger = logging.getLogger("fusedconv")
 
@@ -149,7 +149,7 @@ class Choice:
         return sum(candidate.cost or 0.0 for _, candidate in self.chosen)
 
 
-def _restricted(problem: Problem, parts: Sequence[str]) -> Problem:
+def restricted(problem: Problem, parts: Sequence[str]) -> Problem:
     return problem if isinstance(problem, ForwardProblem) else problem.part(parts)
 
 
@@ -177,7 +177,7 @@ def pieces(
     result = {}
     for count in range(1, len(problem.parts) + 1):
         for subset in combinations(problem.parts, count):
-            piece = _restricted(problem, subset)
+            piece = restricted(problem, subset)
             result[subset] = piece, known.candidates(piece, device)
     return result
 
@@ -225,14 +225,14 @@ def _by_cost(problem: Problem, device: Device, forced: str | None, known: Regist
     return Choice(tuple(cheapest[subset] for subset in divided), forced or "cost")
 
 
-def _winner(problem: Problem, device: Device) -> Winner | None:
+def winner_of(problem: Problem, device: Device) -> Winner | None:
     """What was measured in this process, else in another one."""
     return _tuned.get((problem, device)) or winners.kept(problem, device)
 
 
 def _by_tuning(problem: Problem, device: Device, known: Registry) -> Choice | None:
     """What was measured, None where nothing was or a kernel does not serve the problem."""
-    winner = _winner(problem, device)
+    winner = winner_of(problem, device)
     if winner is None:
         return None
     chosen = []
@@ -240,7 +240,7 @@ def _by_tuning(problem: Problem, device: Device, known: Registry) -> Choice | No
         if not parts or not set(parts) <= set(problem.parts):
             why = "the problem has other parts"
         else:
-            piece = _restricted(problem, parts)
+            piece = restricted(problem, parts)
             found = [c for c in known.candidates(piece, device) if c.kernel.name == name]
             if found and found[0].support:
                 chosen.append((piece, found[0]))
@@ -308,6 +308,11 @@ def _joined(plans: Sequence[Plan]) -> Plan:
     if len(plans) == 1:
         return plans[0]
     return JoinedPlan([plan for plan in plans if isinstance(plan, BackwardPlan)])
+
+
+def plan_of(choice: Choice, device: Device) -> Plan:
+    """The plan of a choice, in no cache."""
+    return _joined(_compiled(choice, device))
 
 
 @overload
@@ -387,85 +392,3 @@ def run_backward(plan: BackwardPlan, tensors: BackwardTensors) -> Gradients:
         with profiler.record_function(f"fusedconv::{plan.kernel}"):
             return plan.run(tensors)
     return plan.run(tensors)
-
-
-# ---- explaining ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a plan was chosen; ``str()`` of it is what ``fusedconv.explain`` prints.
-
-    ``kernel`` and ``provider`` join the names where parts of a backward pass have several;
-    ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned" or the
-    value of FUSEDCONV_KERNEL. ``times`` are the milliseconds that kernels took where the problem
-    was tuned, by the parts computed together and the kernel's name.
-    """
-
-    problem: Problem
-    device: Device
-    kernel: str
-    provider: str
-    cost: float
-    steps: tuple[str, ...]
-    chosen: tuple[tuple[tuple[str, ...], Candidate], ...]
-    candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
-    chosen_by: str
-    times: Mapping[Piece, float] = field(default_factory=dict)
-
-    def _measured(self, parts: tuple[str, ...], kernel: str) -> str:
-        time = self.times.get((parts, kernel))
-        return "" if time is None else f", measured {time:.4g} ms"
-
-    def __str__(self) -> str:
-        how = {"cost": "", "tuned": ", tuned"}.get(self.chosen_by, f", forced by {self.chosen_by}")
-        lines = [f"{self.problem}, {self.device}"]
-        for parts, candidate in self.chosen:
-            label = "kernel" if parts == ("forward",) else f"kernel of {', '.join(parts)}"
-            lines.append(
-                f"  {label}: {candidate.kernel.name} (provider {candidate.kernel.provider}, "
-                f"estimated {candidate.cost:.4g} ms{how}"
-                f"{self._measured(parts, candidate.kernel.name)})"
-            )
-        lines += [f"    {number}. {step}" for number, step in enumerate(self.steps, 1)]
-        for part, candidates in self.candidates:
-            taken = {c.kernel.name for parts, c in self.chosen if part in parts}
-            others = [c for c in candidates if c.kernel.name not in taken]
-            if others:
-                lines.append("  not chosen" + ("" if part == "forward" else f" for {part}") + ":")
-            refused: dict[tuple[str, str], list[str]] = {}
-            for candidate in others:
-                kernel = candidate.kernel
-                if candidate.cost is None:
-                    alike = refused.setdefault((kernel.provider, candidate.support.reason), [])
-                    alike.append(kernel.name)
-                    continue
-                measured = self._measured((part,), kernel.name)
-                lines.append(f"    {kernel.name}: estimated {candidate.cost:.4g} ms{measured}")
-            for (provider, reason), names in refused.items():
-                more = f" and {len(names) - 1} more of {provider}" if len(names) > 1 else ""
-                lines.append(f"    {names[0]}{more}: {reason}")
-        return "\n".join(lines)
-
-
-def explain_problem(problem: Problem, device: Device) -> Explanation:
-    """Which kernel serves a problem, its cost estimate, and why each other one does not."""
-    choice = choose(problem, device, forced_kernels())
-    kernels = [candidate.kernel for _, candidate in choice.chosen]
-    known = registry()
-    winner = _winner(problem, device)
-    return Explanation(
-        problem=problem,
-        device=device,
-        kernel=" + ".join(kernel.name for kernel in kernels),
-        provider=" + ".join(dict.fromkeys(kernel.provider for kernel in kernels)),
-        cost=choice.cost,
-        steps=_joined(_compiled(choice, device)).steps,
-        chosen=tuple((piece.parts, candidate) for piece, candidate in choice.chosen),
-        candidates=tuple(
-            (part, tuple(known.candidates(_restricted(problem, (part,)), device)))
-            for part in problem.parts
-        ),
-        chosen_by=choice.by,
-        times=winner.times if winner is not None and choice.by == "tuned" else {},
-    )

@@ -16,9 +16,9 @@ from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.workloads import WORKLOADS, Workload
 from fusedconv.device import processor_name
+from fusedconv.explaining import Explanation, explain_problem
 from fusedconv.recording import Call, Composition
 from fusedconv.recording import record as plan_record
-from fusedconv.selection import Explanation, explain_problem
 from fusedconv.testing import sample_errors
 from fusedconv.timing import CACHE_BYTES, Clock
 

@@ -11,9 +11,9 @@ from fusedconv import benchmark, hypothetical
 from fusedconv.activations import ACTIVATIONS
 from fusedconv.cli.options import LARGEST, axes, is_given, naming_options
 from fusedconv.device import KNOWN, PROCESSOR
+from fusedconv.explaining import explain_problem
 from fusedconv.models import SYSTEMS
 from fusedconv.problem import GRADIENTS, ORDERS, BackwardProblem, ForwardProblem, Problem
-from fusedconv.selection import explain_problem
 
 
 def _architecture(context: click.Context, parameter: click.Parameter, value: int) -> int:

@@ -14,9 +14,10 @@ from fusedconv import benchmark, winners
 from fusedconv.cli.options import check_settings, console, one_line
 from fusedconv.cli.shapes import problems_of_file
 from fusedconv.device import device_record
+from fusedconv.explaining import explain_problem
 from fusedconv.models import SIZES
 from fusedconv.problem import Problem
-from fusedconv.selection import explain_problem, forced_kernels
+from fusedconv.selection import forced_kernels
 from fusedconv.tuning import tune_problem
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -163,6 +166,11 @@ class TorchPlan(ForwardPlan):
     #: backward pass; None until somebody asks.
     differentiates: bool | None = None
 
+    @functools.cached_property
+    def followed(self) -> TorchPlan:
+        """The operators alone, where autograd follows them: they save what they need."""
+        return TorchPlan(dataclasses.replace(self.problem, save=False))
+
     def __init__(self, problem: ForwardProblem) -> None:
         self.problem = problem
         steps = []
@@ -180,7 +188,8 @@ class TorchPlan(ForwardPlan):
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Outputs:
-        with precision_scope(self.problem.precision):
+        precision = self.problem.precision
+        with precision_scope(precision) if input.is_cuda else contextlib.nullcontext():
             return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
 
 

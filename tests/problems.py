@@ -9,11 +9,11 @@ import torch
 
 import fusedconv
 from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm
-from fusedconv.device import PROCESSOR
+from fusedconv.device import AVX512_BYTES, PROCESSOR
 from fusedconv.problem import epilogue
 
 #: Where a processor's ordinary convolution refuses float32, and why a test is skipped there.
-NARROW_VECTORS = PROCESSOR.vector_bytes < 64
+NARROW_VECTORS = PROCESSOR.vector_bytes < AVX512_BYTES
 NEEDS_WIDE_VECTORS = "without AVX-512, ordinary convolutions in float32 are torch's transposed ones"
 
 

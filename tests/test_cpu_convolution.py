@@ -25,6 +25,7 @@ from reference import (
     relative_error,
 )
 
+from fusedconv import device as devices
 from fusedconv.device import AVX512, KNOWN, PROCESSOR, processor
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels import onednn
@@ -391,8 +392,14 @@ def test_a_processors_record_follows_from_its_instructions():
     assert processor({**WIDE, "amx_bf16": True}) == EMULATING, "tiles are not enabled"
     narrow = processor({name: name != AVX512[-1] for name in AVX512})
     assert narrow == processor({}) == dataclasses.replace(EMULATING, vector_bytes=0)
-    capabilities = torch.cpu.get_capabilities()
-    assert processor(capabilities) == PROCESSOR
+
+
+def test_this_processors_record_with_and_without_torchs_query(monkeypatch):
+    if hasattr(torch.cpu, "get_capabilities"):
+        assert processor(torch.cpu.get_capabilities()) == PROCESSOR
+        monkeypatch.delattr(torch.cpu, "get_capabilities")
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert processor(devices._capabilities()) == (EMULATING if wide else processor({}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)

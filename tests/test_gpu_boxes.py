@@ -178,17 +178,22 @@ def test_a_norm_over_channels_behind(kernel_size, layout, precision, force):
 
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("stride", [2, 3])
 @pytest.mark.parametrize("pixels", [1, 2, 4, 8])
 @pytest.mark.parametrize("kernel", KERNELS, **names)
-def test_a_norm_over_channels_in_the_epilogue(kernel, pixels, offset, force):
-    """Where a block has all channels of its pixels: several pixels where phases share positions."""
+def test_a_norm_over_channels_in_the_epilogue(kernel, pixels, stride, layout, offset, force):
+    """Where a block has all channels of its pixels: several pixels where phases share positions,
+    of which the last block has fewer with stride 3."""
     row, precision = kernel.row, kernel.precision
     out = row.columns // pixels
     if out % 8 or (row.segments > 1 and row.segments != pixels) or row.segments == 8:
         pytest.skip("no block of the row has pixels of such channels")
+    if row.segments > 1:
+        if layout != ("nchw" if row.planes else "nhwc") or stride != 2:
+            pytest.skip("segments are phases, and planes of the row are channels first")
+        stride = row.segments
     force(kernel.name)
-    layout = "nchw" if row.planes else "nhwc"
-    stride = row.segments if row.segments > 1 else 2
     if offset and precision != "tf32":
         pytest.skip("16 bits keep nothing of a deviation beside such a mean")
     x, weight, bias = layer(precision, layout, out=out, kernel=stride, spatial=(6, 16))

@@ -136,8 +136,9 @@ def test_weights_as_they_lie(out, weights, layout, precision, force, eager_in):
 
 @PRECISIONS
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_samples_have_the_same_bits_alone_and_in_a_batch(layout, precision, force):
+def test_samples_have_the_same_bits_alone_and_in_a_batch(layout, precision, force, eager_in):
     force("clusters_sm90")
+    eager_in(precision)
     x, weight, bias, scale, shift = layer(precision, layout, channels=300)
     for groups in (None, 4):
         keywords = dict(stride=1, padding=1, activation="gelu", num_groups=groups)

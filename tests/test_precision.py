@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ def scopes(monkeypatch):
     entered = []
     scope = reference.precision_scope
 
-    def recorded(precision):
+    def recorded(precision, input):
         entered.append(precision)
-        return scope(precision)
+        return scope(precision, input)
 
     for module in (reference, torch_provider):
         monkeypatch.setattr(module, "precision_scope", recorded)
@@ -56,14 +57,17 @@ def test_a_precision_scope_switches_and_restores(precision, outer, newer, monkey
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", outer)
     before = conv_fp32_precision()
     assert before == ("tf32" if outer else "fp32")
-    with reference.precision_scope(precision):
+    there, here = SimpleNamespace(is_cuda=True), torch.empty(0)
+    with reference.precision_scope(precision, there):
         assert conv_fp32_precision() == precision
-        with reference.precision_scope("fp16"):
+        with reference.precision_scope("fp16", there):
             assert conv_fp32_precision() == precision
     assert conv_fp32_precision() == before
-    with pytest.raises(ZeroDivisionError), reference.precision_scope(precision):
+    with pytest.raises(ZeroDivisionError), reference.precision_scope(precision, there):
         raise ZeroDivisionError
     assert conv_fp32_precision() == before
+    with reference.precision_scope(precision, here):
+        assert conv_fp32_precision() == before
 
 
 def test_precision_is_passed_on():

@@ -157,8 +157,10 @@ KNOWN: dict[int, Device] = {
     )
 }  # fmt: skip
 
-#: What oneDNN asks for together, in the names of ``torch.cpu.get_capabilities``.
+#: What oneDNN asks for together, in the names of ``torch.cpu.get_capabilities``, and the bytes of
+#: its vectors.
 AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+AVX512_BYTES = 64
 #: A processor's rates are orders of magnitude: only their ratios decide, among what runs there.
 _PROCESSOR_FLOPS = 1e11
 #: The rate of 16 bits over that of float32, by what the processor has for them: tiles, vectors of
@@ -185,14 +187,17 @@ def processor(capabilities: Mapping[str, object]) -> Device:
         fp16_flops=rate("amx_fp16", "avx512_fp16", _EMULATED_FP16),
         bf16_flops=rate("amx_bf16", "avx512_bf16", _EMULATED_BF16),
         launch_seconds=1e-6,
-        vector_bytes=64 if all(map(capabilities.get, AVX512)) else 0,
+        vector_bytes=AVX512_BYTES if all(map(capabilities.get, AVX512)) else 0,
     )
 
 
 def _capabilities() -> Mapping[str, object]:
-    # Not every version of torch has the query; without it 16 bits count as emulated.
     query = getattr(torch.cpu, "get_capabilities", None)
-    return {} if query is None else query()
+    if query is not None:
+        known: Mapping[str, object] = query()
+        return known
+    # Not every version of torch has the query; without it 16 bits count as emulated.
+    return dict.fromkeys(AVX512, torch.backends.cpu.get_cpu_capability() == "AVX512")
 
 
 #: This machine's.

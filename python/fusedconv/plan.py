@@ -31,8 +31,8 @@ class Outputs(NamedTuple):
 class BackwardTensors(NamedTuple):
     """What a backward plan reads: the output's gradient, the forward pass's tensors, and what it
     saved. ``grad_conv_output`` is what the part "epilogue" has found; where it has nothing to do,
-    None: the output's gradient is the convolution's then. Without a convolution ``conv_output`` is
-    None, and the epilogue reads ``input``.
+    None: the output's gradient is the convolution's then; it is the last field. Without a
+    convolution ``conv_output`` is None, and the epilogue reads ``input``.
     """
 
     grad_output: Tensor

@@ -55,9 +55,11 @@ def conv_transpose(
 
 
 @contextmanager
-def precision_scope(precision: str) -> Iterator[None]:
-    """torch's switch for fp32 convolutions set to "tf32" or "fp32" for the scope."""
-    if precision not in ("tf32", "fp32") or conv_fp32_precision() == precision:
+def precision_scope(precision: str, input: Tensor) -> Iterator[None]:
+    """torch's switch for fp32 convolutions on CUDA set to "tf32" or "fp32" for the scope, where the
+    input is there."""
+    asks = input.is_cuda and precision in ("tf32", "fp32")
+    if not asks or conv_fp32_precision() == precision:
         yield
         return
     setter = getattr(torch._C, "_set_fp32_precision_setter", None)
@@ -291,7 +293,7 @@ def convolution_gradients(problem: BackwardProblem, tensors: BackwardTensors) ->
     ]
     if not any(asked):
         return Gradients(bias=grad_bias)
-    with precision_scope(problem.forward.precision):
+    with precision_scope(problem.forward.precision, grad):
         found = torch.ops.aten.convolution_backward(
             grad.to(dtype),
             tensors.input,

@@ -80,6 +80,8 @@ def suspended() -> Iterator[None]:
     finally:
         with _count_lock:
             _suspended -= 1
+            if not _suspended:
+                selection.clear_cache()  # plans chosen by estimates
 
 
 def is_active() -> bool:

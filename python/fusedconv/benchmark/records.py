@@ -199,16 +199,14 @@ def check_machine(path: Path, head: Mapping[str, Any]) -> None:
 
 
 def _chosen_as_now(record: Mapping[str, Any]) -> bool:
-    """Whether a record's kernels were chosen by what would choose them now: FUSEDCONV_KERNEL, times
-    where calls are tuned, else what the user's cache holds, and estimates."""
-    by = record.get("chosen_by")
-    if by is None:  # a peer's
-        return True
-    parts = set(by.split("+"))
+    """Whether a record's kernels were chosen as the variables of the environment now ask for: by
+    FUSEDCONV_KERNEL, or tuned where FUSEDCONV_AUTOTUNE is 1; by either times or estimates where
+    neither is set, whatever the user's cache has held since."""
+    by = set(record.get("chosen_by", "").split("+")) - {""}  # a peer's, or nothing of ours
     forced = selection.forced_kernels()
     if forced is not None:
-        return parts == {forced}
-    return parts <= ({"tuned"} if tuning.is_active() else {"tuned", "cost", ""})
+        return by <= {forced}
+    return by <= ({"tuned"} if tuning.is_active() else {"tuned", "cost"})
 
 
 def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fusedconv.device import Device
+from fusedconv.device import AVX512_BYTES, Device
 from fusedconv.problem import ForwardProblem
 
 #: What a call of an operator costs, in launches.
@@ -44,7 +44,7 @@ def in_plain_loops(problem: ForwardProblem, device: Device, dtype: torch.dtype) 
     conv = problem.conv
     assert conv is not None
     if dtype != torch.float32:
-        return dtype == torch.bfloat16 and device.vector_bytes < 64
+        return dtype == torch.bfloat16 and device.vector_bytes < AVX512_BYTES
     kernel = (1, *conv.kernel_size)[-2:]
     if conv.groups > 1 or min(kernel) > 3 or problem.batch > 1:
         return False

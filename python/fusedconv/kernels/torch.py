@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -169,6 +168,8 @@ class TorchPlan(ForwardPlan):
     @functools.cached_property
     def followed(self) -> TorchPlan:
         """The operators alone, where autograd follows them: they save what they need."""
+        if not self.problem.save:
+            return self
         return TorchPlan(dataclasses.replace(self.problem, save=False))
 
     def __init__(self, problem: ForwardProblem) -> None:
@@ -188,8 +189,7 @@ class TorchPlan(ForwardPlan):
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Outputs:
-        precision = self.problem.precision
-        with precision_scope(precision) if input.is_cuda else contextlib.nullcontext():
+        with precision_scope(self.problem.precision, input):
             return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
 
 

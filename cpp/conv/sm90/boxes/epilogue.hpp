@@ -1,5 +1,5 @@
-// What becomes of a consumer's accumulators: bias, scale and shift, activation, and by shared
-// memory and tensor copies to the output.
+// What becomes of a consumer's accumulators: bias, scale and shift, normalisation of pixels,
+// activation, and by shared memory and tensor copies to the output.
 //
 // Of a warp's rows a lane has lane / 4 and that plus 8, and of every 8 columns two from lane % 4 *
 // 2: sum 4 j + 2 (row / 8) + column % 2 of a segment is of its columns 8 j and on.

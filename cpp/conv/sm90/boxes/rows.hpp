@@ -15,7 +15,7 @@ namespace fusedconv::conv::sm90::boxes {
 
 struct Config;
 
-// LayerNorm over the channels of a pixel, between the bias and the activation.
+// LayerNorm over the channels of a pixel, in front of the activation.
 struct PixelNorm {
   void const* weight = nullptr;  // [K] of dtype, or null
   void const* bias = nullptr;

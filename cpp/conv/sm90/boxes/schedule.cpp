@@ -94,6 +94,13 @@ void divide_columns(Schedule& s, Shape const& shape, int channels, int segment) 
   s.blocks = int(s.sets.size()) * s.channel_blocks;
 }
 
+// Taps that the blocks of columns read, all together, and the blocks themselves, some without taps.
+int64_t work_of(Schedule const& s) {
+  int64_t work = 0;
+  for (PhaseSet const& set : s.sets) work += 1 + set.taps;
+  return work * s.channel_blocks;
+}
+
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.
 template <class F>
@@ -187,13 +194,14 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
     divide_columns(s, shape, channels, shape.segment_columns());
   } else {
     // Several phases of some channels may leave fewer columns unused than one phase of more.
-    int64_t fewest = std::numeric_limits<int64_t>::max();
+    int64_t least = std::numeric_limits<int64_t>::max();
     Schedule best;
     for (int most = shape.columns; most >= kFewestSegment; most /= 2) {
       Schedule candidate = s;
       divide_columns(candidate, shape, channels, std::min(channels, most));
-      if (candidate.blocks >= fewest) continue;
-      fewest = candidate.blocks;
+      int64_t const work = work_of(candidate);
+      if (work >= least) continue;
+      least = work;
       best = candidate;
     }
     s = best;

@@ -2,6 +2,7 @@
 
 #include "conv/collected.hpp"
 #include "conv/steps.hpp"
+#include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::clusters {
 
@@ -11,14 +12,25 @@ std::vector<Row> const& rows() {
   return all;
 }
 
+namespace {
+
+// 0 where nothing is normalised.
+int group_channels(Row const& row, Problem const& problem, int groups) {
+  FUSEDCONV_CHECK(groups >= 0 && (groups == 0 || problem.output_channels % groups == 0), row.name,
+                  ": norm_groups: got ", groups, ", expected 0 or a divisor of ",
+                  problem.output_channels, " channels");
+  return groups == 0 ? 0 : problem.output_channels / groups;
+}
+
+}  // namespace
+
 Config::Config(Row const& row, Problem const& problem, FilterSource const& source, int norm_groups,
                Device const& device)
     : row(&row),
       problem(problem),
       source(source),
       norm_groups(norm_groups),
-      schedule(schedule_of(problem, norm_groups > 0 ? problem.output_channels / norm_groups : 0,
-                           row.math, device)) {
+      schedule(schedule_of(problem, group_channels(row, problem, norm_groups), row.math, device)) {
   matching(*this, source);
 }
 

@@ -98,8 +98,8 @@ bool fits(Schedule& s, Considered const& of) {
   return true;
 }
 
-// Lays out a cluster of slabs x shares blocks; false where it has blocks without work or does not
-// fit.
+// Lays out a cluster of slabs x shares blocks; false where it has blocks without work, or the
+// device no room for it.
 bool lay_out(Schedule& s, Considered const& of) {
   Axis const& outer = s.axes[s.outer];
   s.slab = int(ceil_div(outer.positions, s.slabs));
@@ -125,7 +125,6 @@ bool lay_out(Schedule& s, Considered const& of) {
     s.chunk = int(round_up(ceil_div(s.share_channels, s.chunks), step));
     if (fits(s, of)) break;
   }
-  s.chunks = int(ceil_div(s.share_channels, s.chunk));
   s.shared_bytes = s.memory.end;
 
   int const groups = s.padded_columns / kTileColumns / s.tiles;
@@ -147,7 +146,8 @@ bool lay_out(Schedule& s, Considered const& of) {
   constexpr double kUsed = 0.92;
   int const held = int(of.device.multiprocessors * (s.blocks() > 1 ? kUsed : 1.0)) / s.blocks();
   int const residents = std::min(kMostResident, of.device.shared_bytes / (s.shared_bytes + 1024));
-  s.resident = std::max(1, held * std::max(1, residents));
+  if (held == 0) return false;
+  s.resident = held * std::max(1, residents);
   return true;
 }
 

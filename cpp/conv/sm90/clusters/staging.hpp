@@ -140,7 +140,7 @@ __device__ __forceinline__ void copy_chunk(Params const& p, Slab const& slab, Ch
 
 // Turns lines of `length` elements, one a channel, to rows of channels: element i to row
 // i / run * outer + i % run * inner. Eight neighbouring elements by four words of channels are a
-// warp's, which meet all banks.
+// warp's, whose stores meet all banks.
 template <class T>
 __device__ __forceinline__ void turn(Params const& p, unsigned char const* lines, int line_pitch,
                                      int length, cutlass::FastDivmod const& run, int outer,

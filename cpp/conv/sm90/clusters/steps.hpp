@@ -30,6 +30,10 @@ class Forward final : public Step {
     if (config.norm_groups > 0) {
       expect<Config, int64_t>(config, "groups", norm.groups, config.norm_groups);
     }
+    if (norm.output_dtype != DType::kFloat32) {
+      expect<Config, std::string>(config, "output dtype", name_of(norm.output_dtype),
+                                  name_of(norm.dtype));
+    }
     Problem const& p = config.problem;
     int64_t pixels = 1;
     for (AxisProblem const& axis : p.axes) pixels *= axis.output;

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusedconv.device import Device
+from fusedconv.device import AVX512_BYTES, Device
 from fusedconv.kernels import onednn
 from fusedconv.layout import Layout, dense_strides, empty, owning, result_layout
 from fusedconv.lowering import Phase, lower
@@ -34,10 +34,6 @@ PROVIDER = "cpu"
 #: Up to so many input channels an ordinary convolution's float32 sums are as exact as those of
 #: torch's transposed one; 256 measured 1.1 to 1.2 times its error.
 _EXACT_CHANNELS = 192
-
-#: Bytes of the vectors with which this is so: with narrower ones oneDNN adds a float32 output up in
-#: one chain, of three times the error.
-_EXACT_VECTOR = 64
 
 _FORWARD = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -346,7 +342,8 @@ class OrdinaryConvolution(Form):
         if not is_widened(problem, device):
             if onednn.in_plain_loops(problem, device, dtype):
                 return Support.no("torch's own loops sum small float32 samples more exactly")
-            if problem.dtype == torch.float32 and device.vector_bytes < _EXACT_VECTOR:
+            # With narrower vectors oneDNN adds an output up in one chain, of three times the error.
+            if problem.dtype == torch.float32 and device.vector_bytes < AVX512_BYTES:
                 return Support.no("torch's call sums float32 more exactly without AVX-512")
             if problem.dtype == torch.float32 and problem.channels > _EXACT_CHANNELS:
                 return Support.no(

@@ -167,13 +167,13 @@ class BoxesSm90(TapsRow):
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
         output = program.scratch(problem.output_elements // problem.batch * problem.dtype.itemsize)
+        program.conv_layout = "nhwc"
         partials = self.convolve(program, config, output)
         if problem.save:
             program.save_conv_output(output, row_channels=problem.output_channels)
         if self.passes(problem, device) == 0:
             program.transpose(output, program.output, row_channels=problem.output_channels)
         else:
-            program.conv_layout = "nhwc"
             self.finish(program, config, output, partials)
         return program.plan(self.name)
 

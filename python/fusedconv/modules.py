@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from fusedconv import arguments, functional, scripting
-from fusedconv.activations import UNFUSED, activate, parsed
+from fusedconv.activations import UNFUSED, activate, activate_by, parsed
 from fusedconv.composing import announce, departure
 from fusedconv.precision import PRECISIONS, resolve_precision
 from fusedconv.problem import ORDERS
@@ -158,7 +158,10 @@ class FusedConvTranspose(nn.Module):
             return self._activate(norm(x))
 
     def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self._activation, self._parameter)
+        if is_scripting():
+            return activate(x, self._activation, self._parameter)
+        else:
+            return activate_by(x, *parsed(self.activation))
 
     def _steps(self) -> tuple[tuple[str, object], ...]:
         """What ``_compose`` calls: names, and children or None for functions."""

@@ -80,14 +80,20 @@ def joins(stages: Sequence[Stage], behind: Sequence[Stage]) -> bool:
 
 def activation_and_order(stages: Sequence[Stage]) -> tuple[str | None, str]:
     """The functions' arguments that say which activation there is, and where."""
-    activation = next((stage for stage in stages if isinstance(stage, str)), None)
+    activation = None
+    for stage in stages:  # torch.compile follows this, and that of torch 2.6 no next(..., None)
+        if isinstance(stage, str):
+            activation = stage
     act_norm, norm_act = ORDERS
     behind = len(stages) == 2 and isinstance(stages[1], str)
     return activation, norm_act if behind else act_norm
 
 
 def norm_of(stages: Sequence[Stage]) -> Normalization | None:
-    return next((stage for stage in stages if isinstance(stage, Normalization)), None)
+    for stage in stages:
+        if isinstance(stage, Normalization):
+            return stage
+    return None
 
 
 def described(*parts: Stage) -> str:

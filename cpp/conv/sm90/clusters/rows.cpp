@@ -14,11 +14,11 @@ std::vector<Row> const& rows() {
 
 namespace {
 
-// 0 where nothing is normalised.
+// 0 where nothing is normalised, or the convolution has groups, which no schedule serves.
 int group_channels(Row const& row, Problem const& problem, int groups) {
+  if (problem.groups != 1) return 0;
   FUSEDCONV_CHECK(groups >= 0 && (groups == 0 || problem.output_channels % groups == 0), row.name,
-                  ": norm_groups: got ", groups, ", expected 0 or a divisor of ",
-                  problem.output_channels, " channels");
+                  ": norm_groups: got ", groups, " of ", problem.output_channels, " channels");
   return groups == 0 ? 0 : problem.output_channels / groups;
 }
 

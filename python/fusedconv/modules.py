@@ -160,7 +160,7 @@ class FusedConvTranspose(nn.Module):
     def _activate(self, x: Tensor) -> Tensor:
         if is_scripting():
             return activate(x, self._activation, self._parameter)
-        else:
+        else:  # torch.compile of torch 2.6 knows no descriptors of a class
             return activate_by(x, *parsed(self.activation))
 
     def _steps(self) -> tuple[tuple[str, object], ...]:

@@ -39,6 +39,14 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
+// What is read back of a value that is stored. Moments of anything else than what is normalised
+// leave a difference of the size of a rounding, which a group of equal values multiplies by
+// 1 / sqrt(eps).
+template <class T>
+__device__ __forceinline__ float as_stored(float value) {
+  return to_float(from_float<T>(value));
+}
+
 // Nearest, ties to even: what cuDNN's TF32 convolutions do to both operands. The tensor core itself
 // only drops the low bits.
 __device__ __forceinline__ float round_to_tf32(float value) {

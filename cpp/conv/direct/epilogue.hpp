@@ -48,6 +48,15 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
   });
 }
 
+template <class T, int kRows, int kCount>
+__device__ __forceinline__ void round_as_stored(float (&values)[kRows][kCount]) {
+#pragma unroll
+  for (auto& row : values) {
+#pragma unroll
+    for (float& value : row) value = device::as_stored<T>(value);
+  }
+}
+
 // Of the first `count` values, about the first that comes.
 template <int kCount>
 __device__ __forceinline__ void add(device::ShiftedMoments& moments, int& total,

@@ -229,8 +229,12 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
         pack.store(target + int64_t(i) * p.stride_w.divisor * all);
       }
     };
-    if (!p.activates_output) store();
+    if (!p.activates_output) {
+      if (p.partials != nullptr) round_as_stored<T>(values);
+      store();
+    }
     if (p.activates_output || p.partials != nullptr) activate<T>(p.activation, values);
+    if (p.activates_output && p.partials != nullptr) round_as_stored<T>(values);
     if (p.partials != nullptr) {
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {

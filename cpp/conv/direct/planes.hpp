@@ -425,8 +425,12 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
         stage_run(p, team, to, z, y, at_x, row, count);
       };
-      if (!p.activates_output) for_rows(store);
+      if (!p.activates_output) {
+        if (p.partials != nullptr) round_as_stored<T>(values);
+        for_rows(store);
+      }
       if (p.activates_output || p.partials != nullptr) activate<T>(p.activation, values);
+      if (p.activates_output && p.partials != nullptr) round_as_stored<T>(values);
       if (p.partials != nullptr) {
         for_rows([&](float (&row)[kRun], int, int, int count) { add(moments, total, row, count); });
       }

@@ -59,17 +59,10 @@ struct ShiftedMoments {
   }
 };
 
+// A lane's elements of a piece, in 16-byte vectors that lie 32 lanes apart. The values become what
+// is stored of them.
 template <class T>
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  device::Pack<T, 2> pack;
-  pack.values[0] = device::from_float<T>(low);
-  pack.values[1] = device::from_float<T>(high);
-  return pack.bits[0];
-}
-
-// A lane's elements of a piece, in 16-byte vectors that lie 32 lanes apart.
-template <class T>
-__device__ __forceinline__ void store_piece(T* target, float const (&values)[kPiece]) {
+__device__ __forceinline__ void store_piece(T* target, float (&values)[kPiece]) {
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < kPiece; i += 4) {
@@ -79,9 +72,13 @@ __device__ __forceinline__ void store_piece(T* target, float const (&values)[kPi
   } else {
 #pragma unroll
     for (int i = 0; i < kPiece; i += 8) {
-      *reinterpret_cast<uint4*>(target + i * 32) = make_uint4(
-          packed<T>(values[i], values[i + 1]), packed<T>(values[i + 2], values[i + 3]),
-          packed<T>(values[i + 4], values[i + 5]), packed<T>(values[i + 6], values[i + 7]));
+      device::Pack<T, 8> pack;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        pack.values[k] = device::from_float<T>(values[i + k]);
+        values[i + k] = device::to_float(pack.values[k]);
+      }
+      pack.store(target + i * 32);
     }
   }
 }

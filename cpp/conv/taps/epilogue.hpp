@@ -282,13 +282,22 @@ __device__ __forceinline__ void finish(Params const& p, Block const& block, RowP
     }
   }
   auto* const staged = reinterpret_cast<T*>(shared + kMomentBytes);
-  if (!p.activates_output) stage<Traits>(p, own, warp, sums, staged);
+  auto const round = [&] {
+    if (p.partials == nullptr) return;
+    for_each<Traits>(sums, warp,
+                     [](float& value, int, int) { value = device::as_stored<T>(value); });
+  };
+  if (!p.activates_output) {
+    round();
+    stage<Traits>(p, own, warp, sums, staged);
+  }
   dispatch_activation(p.activation, [&](auto form) {
     using Form = decltype(form);
     for_each<Traits>(sums, warp, [&](float& value, int, int) {
       value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
     });
   });
+  if (p.activates_output) round();
   if (p.partials != nullptr) leave_moments<Traits>(p, block, own, warp, sums, shared);
   if (p.activates_output) stage<Traits>(p, own, warp, sums, staged);
   __syncthreads();

@@ -127,6 +127,8 @@ __device__ __forceinline__ void finish(Params const& p, Slab const& slab, int sa
     float values[1] = {add_shares(p, sums + at, rank - share) + column.bias};
     if (p.conv_output != nullptr) {
       static_cast<T*>(p.conv_output)[place.index] = device::from_float<T>(values[0]);
+      // The backward pass begins with what is stored.
+      values[0] = device::as_stored<T>(values[0]);
     }
     groupnorm::activate_by_call(p.before, p.quick, values);
     if (p.normalises) {

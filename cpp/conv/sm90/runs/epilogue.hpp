@@ -131,6 +131,15 @@ __device__ __forceinline__ void finish_values(Params const& p,
       values[1][i] = accumulators[i % 2][4 * j + i / 2 * 2 + 1] + added.y;
     }
     auto const store = [&] {
+      T stored[2][kQuad];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) {
+          stored[e][i] = device::from_float<T>(values[e][i]);
+          values[e][i] = device::to_float(stored[e][i]);
+        }
+      }
       if constexpr (kWidth > 0) {
         if (8 * j >= block_channels) return;
 #pragma unroll
@@ -140,7 +149,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
             device::Pack<T, kWidth> pack;
 #pragma unroll
             for (int k = 0; k < kWidth; ++k) {
-              pack.values[k] = device::from_float<T>(values[e][i + k]);
+              pack.values[k] = stored[e][i + k];
             }
             pack.store(target + e * stride + i);
           }
@@ -151,8 +160,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
           bool const there = 8 * j + pair + e < block_channels;
 #pragma unroll
           for (int i = 0; i < kQuad; ++i) {
-            if (there && i < own.count)
-              target[e * stride + i] = device::from_float<T>(values[e][i]);
+            if (there && i < own.count) target[e * stride + i] = stored[e][i];
           }
         }
       }

@@ -444,13 +444,22 @@ __device__ __forceinline__ void finish(Params const& p, Place const& place,
       sum = fmaf(sum, linear.scale[i][e / 2 % 2], linear.shift[i][e / 2 % 2]);
     }
   }
-  if (!p.activates_output) store<Traits>(p, place, groups, columns, warp, sums, staged);
+  auto const round = [&] {
+    if (p.partials == nullptr) return;
+    for_each_sum<Traits>(
+        sums, [](float& value) { value = device::as_stored<typename Traits::Element>(value); });
+  };
+  if (!p.activates_output) {
+    round();
+    store<Traits>(p, place, groups, columns, warp, sums, staged);
+  }
   dispatch_activation(p.activation, [&](auto form) {
     using Form = decltype(form);
     for_each_sum<Traits>(sums, [](float& value) {
       value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
     });
   });
+  if (p.activates_output) round();
   if (p.partials != nullptr) {
 #pragma unroll
     for (int i = 0; i < Traits::kRowGroups; ++i) {

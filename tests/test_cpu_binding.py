@@ -425,3 +425,23 @@ def test_an_empty_name_is_none():
     program = "from fusedconv import _C; print(_C.cpu.instruction_set())"
     result = python("-c", program, FUSEDCONV_INSTRUCTION_SET="")
     assert result.stdout.strip() == _C.cpu.instruction_sets()[0], result.stderr
+
+
+# ---- huge pages ----------------------------------------------------------------------------------
+
+BUDDYINFO = """\
+Node 0, zone      DMA      0      0      0      0      0      0      0      0      1      1      3
+Node 0, zone   Normal      1      2    145     38    413     94     49     37      1      2     40
+Node 1, zone   Normal      9      9      9      9      9      9      9      9      9      0      0
+"""
+
+
+def test_free_memory_counts_where_it_is_in_large_pieces():
+    def free(text, piece_bytes):
+        return _C.cpu.free_bytes_in_pieces(text, page_bytes=4096, piece_bytes=piece_bytes)
+
+    assert free(BUDDYINFO, 2 << 20) == (1 * 512 + 3 * 1024 + 2 * 512 + 40 * 1024) * 4096
+    assert free(BUDDYINFO, 4 << 20) == 43 * (4 << 20)
+    assert free(BUDDYINFO, 1 << 30) == 0
+    assert free("", 4096) == 0
+    assert free("no such table\nat all", 4096) == 0

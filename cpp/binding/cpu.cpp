@@ -4,6 +4,7 @@
 #include "binding/binding.hpp"
 #include "cpu/channel_sums.hpp"
 #include "cpu/group_norm.hpp"
+#include "cpu/huge_pages.hpp"
 #include "cpu/layer_norm.hpp"
 #include "cpu/loops.hpp"
 
@@ -16,6 +17,9 @@ void bind_cpu(py::module_& m) {
   room.def(
       "instruction_set", [] { return cpu::loops().instruction_set; },
       "The one in use; the environment variable FUSEDCONV_INSTRUCTION_SET names another.");
+  room.def("free_bytes_in_pieces", cpu::free_bytes_in_pieces, py::arg("buddyinfo"), py::kw_only(),
+           py::arg("page_bytes"), py::arg("piece_bytes"),
+           "Of memory in pieces of at least so many bytes, from the text of /proc/buddyinfo.");
   // Positional: names take longer than the kernel does on a small tensor.
   room.def(
       "group_norm",

@@ -1,6 +1,7 @@
 // The gradients of GroupNorm for processors: sums of each channel of a sample, in parts; what the
 // group's sums say of each element; the input's gradient, in parts; sums over the samples in order.
 #include "cpu/group_norm.hpp"
+#include "cpu/huge_pages.hpp"
 #include "cpu/schedule.hpp"
 #include "fusedconv/check.hpp"
 

@@ -2,26 +2,10 @@
 
 #include <cmath>
 
+#include "cpu/huge_pages.hpp"
 #include "fusedconv/check.hpp"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 namespace fusedconv::cpu {
-
-void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr int64_t kLeast = 16 << 20;
-  constexpr uintptr_t kHugePage = 2 << 20;
-  if (bytes < kLeast) return;
-  uintptr_t const begin = reinterpret_cast<uintptr_t>(data);
-  uintptr_t const first = (begin + kHugePage - 1) & ~(kHugePage - 1);
-  uintptr_t const last = (begin + static_cast<uintptr_t>(bytes)) & ~(kHugePage - 1);
-  // Advice: where the kernel has no huge pages, the result is the same.
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
 
 namespace {
 

@@ -160,10 +160,6 @@ inline void* at(void* base, DType dtype, int64_t offset) {
 constexpr int index_of(DType dtype) { return static_cast<int>(dtype); }
 constexpr int index_of(Activation activation) { return static_cast<int>(activation); }
 
-// Asks for huge pages behind a large tensor that is about to be written for the first time: with
-// small ones the faults take longer than the kernel.
-void advise_huge_pages(void* data, int64_t bytes);
-
 // What both passes check of a problem; throws InvalidArgument.
 void check(GroupNormProblem const& problem, int threads);
 // That of two dtypes of 16 bits none is converted to the other.

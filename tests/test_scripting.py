@@ -13,7 +13,7 @@ from fusedconv import ConvTransposeActNorm1d, ConvTransposeActNorm2d, GroupNorm
 from fusedconv.models import SYSTEMS
 
 # torch has deprecated TorchScript as a whole.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 def operators(scripted) -> set[str]:

@@ -135,7 +135,7 @@ def test_whoever_wants_to_see_a_call_does(known, around):
     assert known.recalls[1:] and not any(known.recalls[1:])
 
 
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.")
 def test_transforms_and_tracers_see_a_call(known):
     samples = torch.stack([known.tensors.x] * 2)
     torch.vmap(lambda sample: known.call(input=sample))(samples)

@@ -16,7 +16,7 @@ from fusedconv.functional import conv_transpose_act_norm, group_norm
 from fusedconv.models import SYSTEMS
 
 # torch marks its TorchScript as deprecated; people still deploy with it.
-traces = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")
+traces = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.")
 
 
 def network(name: str) -> tuple[nn.Module, torch.Tensor]:

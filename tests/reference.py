@@ -40,8 +40,10 @@ GRADIENT_FLOOR = {
 }
 
 #: For tests of what makes torch import modules of its own that use torch.jit, which it deprecates:
-#: inductor and forward-mode derivatives.
-TORCH_SCRIPTS = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+#: inductor and forward-mode derivatives. The second is inductor's of torch 2.6.
+TORCH_SCRIPTS = pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore:Skipping serialization of skipfiles"
+)
 
 
 def double(tensor: Tensor | None) -> Tensor | None:

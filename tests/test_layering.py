@@ -78,6 +78,7 @@ USE_COMPILED = {
     "kernels.cuda.clusters_sm90",
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
+    "kernels.cuda.direct_gradients",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
     "kernels.cuda.phase_planes",
@@ -89,6 +90,7 @@ USE_COMPILED = {
     "kernels.cuda.taps",
     "kernels.cuda.taps_sm90",
     "kernels.cuda.transposing",
+    "kernels.cuda.ungrouped_gradients",
 }
 
 

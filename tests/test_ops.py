@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusedconv import ConvTransposeActNorm2d, GroupNorm, functional
 from fusedconv.models import SYSTEMS
 
+# Of torch's own check, in later versions.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 # ---- registration --------------------------------------------------------------------------------
 
 

@@ -424,13 +424,20 @@ def test_an_affine_map_is_in_the_epilogue(kernel):
     assert steps[1].endswith("+ bias + affine + relu")
     for changes, text in (
         ({"order": "act_norm"}, "gelu is in front of the affine map"),
-        ({"save": True}, "saves for the backward pass"),
         ({"norm": replace(AFFINE, affine_dtype=torch.float16)}, "dtype is float16, not float32"),
     ):
         asked = PLAIN.problem(kernel, **{"norm": AFFINE, "order": "norm_act", **changes})
         support = kernel.supports(asked, H200)
         assert not support
         assert text in support.reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_an_affine_map_behind_a_saved_output_is_a_pass_of_its_own(kernel):
+    steps = steps_of(kernel, norm=AFFINE, order="norm_act", activation="relu", save=True)
+    assert len(steps) == 3
+    assert steps[1].endswith("+ bias")
+    assert steps[2] == "affine_norm + relu (nchw -> nchw)"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)

@@ -32,6 +32,7 @@ void bind_direct(py::module_& m);
 void bind_group_norm(py::module_& m);
 void bind_batch_norm(py::module_& m);
 void bind_layer_norm(py::module_& m);
+void bind_ungrouped(py::module_& m);
 #endif
 
 }  // namespace fusedconv::binding

@@ -5,9 +5,41 @@
 
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
+#include "conv/direct/gradients/steps.hpp"
 #include "conv/direct/steps.hpp"
 
 namespace fusedconv::binding {
+namespace {
+
+void bind_gradients(py::module_& room) {
+  using namespace conv::direct;
+  py::class_<GradientConfig>(room, "GradientConfig", "How gradients of depthwise ones are cut.")
+      .def_readonly("support", &GradientConfig::support)
+      .def_readonly("taps", &GradientConfig::taps)
+      .def_readonly("known", &GradientConfig::known, "Whether one pass computes both gradients.")
+      .def_readonly("runs", &GradientConfig::runs, "Of a sample, a block each.")
+      .def_readonly("run", &GradientConfig::run, "Positions of a block.")
+      .def_property_readonly("parts", &GradientConfig::parts, "Of the weight's gradient.")
+      .def_property_readonly("partial_bytes", &GradientConfig::partial_bytes);
+  room.def("gradient_config", &gradient_config, py::arg("problem"), py::kw_only(), py::arg("dtype"),
+           py::arg("batch"));
+  py::class_<Gradients, Step, std::shared_ptr<Gradients>>(
+      room, "Gradients", "The input's gradient, parts of the weight's, or both.")
+      .def(
+          py::init([](GradientConfig const& config, conv::FilterSource const& source, Operand input,
+                      Operand grad_output, Operand weight, Operand grad_input, Operand partials) {
+            return std::make_shared<Gradients>(
+                config, source, GradientOperands{input, grad_output, weight, grad_input, partials});
+          }),
+          py::arg("config"), py::kw_only(), py::arg("source"), py::arg("input"),
+          py::arg("grad_output"), py::arg("weight"), py::arg("grad_input"), py::arg("partials"));
+  py::class_<AddWeightParts, Step, std::shared_ptr<AddWeightParts>>(
+      room, "AddWeightParts", "The weight's gradient, of its parts.")
+      .def(py::init<GradientConfig const&, Operand, Operand>(), py::arg("config"), py::kw_only(),
+           py::arg("partials"), py::arg("grad_weight"));
+}
+
+}  // namespace
 
 void bind_direct(py::module_& m) {
   using namespace conv::direct;
@@ -44,6 +76,7 @@ void bind_direct(py::module_& m) {
       .def_property_readonly("partial_slots", &Config::partial_slots)
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_convolve_steps<Config>(room);
+  bind_gradients(room);
 }
 
 }  // namespace fusedconv::binding

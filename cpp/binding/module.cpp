@@ -81,6 +81,7 @@ PYBIND11_MODULE(_C, m) {
   bind_group_norm(m);
   bind_batch_norm(m);
   bind_layer_norm(m);
+  bind_ungrouped(m);
 #ifdef FUSEDCONV_WITH_SM80
   bind_sm80(m);
 #endif

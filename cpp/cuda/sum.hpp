@@ -1,6 +1,8 @@
 // Sums over warps and blocks, in a fixed order.
 #pragma once
 
+#include <cstdint>
+
 namespace fusedconv::device {
 
 // The same in every lane.
@@ -21,6 +23,26 @@ __device__ __forceinline__ float block_total(float value) {
   __syncthreads();
   int const lane = threadIdx.x % 32;
   return warp_total(lane < kWarps ? warps[lane] : 0.0f);
+}
+
+// Of a block of 32 times kSlices threads, all of which call it once: for each of 32 neighbouring
+// numbers its sum over `parts`, `stride` numbers apart, in the first slice of threads. `number` is
+// the thread's first, null where it has none.
+template <int kSlices>
+__device__ __forceinline__ float total_of_parts(float const* number, int parts, int64_t stride) {
+  __shared__ float slices[kSlices][32];
+  int const lane = int(threadIdx.x) % 32, slice = int(threadIdx.x) / 32;
+  float total = 0.0f;
+  if (number != nullptr) {
+#pragma unroll 4
+    for (int part = slice; part < parts; part += kSlices) total += number[part * stride];
+  }
+  slices[slice][lane] = total;
+  __syncthreads();
+  if (slice != 0) return total;
+#pragma unroll
+  for (int i = 1; i < kSlices; ++i) total += slices[i][lane];
+  return total;
 }
 
 }  // namespace fusedconv::device

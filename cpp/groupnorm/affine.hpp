@@ -41,7 +41,7 @@ __device__ __forceinline__ float before(Activation activation, float x) {
 }
 
 struct Affine {
-  Statistics const* statistics;  // by sample and group; null: no normalisation
+  Statistics const* statistics;  // by sample and group; null: those of the identity
   void const* weight;
   void const* bias;
   DType dtype;
@@ -81,7 +81,10 @@ struct ChannelAffine {
 
   __device__ __forceinline__ static ChannelAffine of(Affine const& affine, int64_t sample,
                                                      int channel) {
-    if (channel >= affine.channels || affine.statistics == nullptr) return {};
+    if (channel >= affine.channels) return {};
+    if (affine.statistics == nullptr) {
+      return {0.0f, weight_of(affine, channel), bias_of(affine, channel)};
+    }
     int64_t const group = sample * affine.groups + channel / affine.channels_per_group;
     return of(affine, affine.statistics[group], channel);
   }

@@ -79,9 +79,9 @@ void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const&
                          void const* weight, GradientSum const* partials, GradientSum* sums,
                          GroupTerms* terms, cudaStream_t stream);
 
-// Fills grad_weight and grad_bias, float32 [channels] each; either may be null.
-void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums, float* grad_weight,
-                      float* grad_bias, cudaStream_t stream);
+// Fills grad_weight and grad_bias, [channels] of affine_dtype each; either may be null.
+void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums, void* grad_weight,
+                      void* grad_bias, cudaStream_t stream);
 
 // Fills tensors.grad_input.
 void input_gradient(GroupNormProblem const& problem, GradientTensors const& tensors,

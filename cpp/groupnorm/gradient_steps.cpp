@@ -150,8 +150,8 @@ std::vector<Operand> AffineGradients::operands() const { return {sums_, grad_wei
 
 void AffineGradients::run(RunContext const& context, void*) const {
   check_whole("AffineGradients", problem_, context);
-  affine_gradients(problem_, context.at<GradientSum>(sums_), context.at<float>(grad_weight_),
-                   context.at<float>(grad_bias_), context.stream);
+  affine_gradients(problem_, context.at<GradientSum>(sums_), context.at(grad_weight_),
+                   context.at(grad_bias_), context.stream);
 }
 
 InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,

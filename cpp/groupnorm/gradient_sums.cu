@@ -1,4 +1,5 @@
 #include "cuda/math.hpp"
+#include "cuda/store.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/gradient.hpp"
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
 // One warp per channel: its sums over all samples.
 __global__ void __launch_bounds__(kThreads)
     sums_over_samples(float2 const* __restrict__ sums, int64_t batch, int channels,
-                      float* __restrict__ grad_weight, float* __restrict__ grad_bias) {
+                      void* grad_weight, void* grad_bias, DType dtype) {
   int const channel = int((blockIdx.x * kThreads + threadIdx.x) / 32);
   if (channel >= channels) return;
   float2 total{};
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   total = warp_sum(total);
   if (threadIdx.x % 32 == 0) {
-    if (grad_weight != nullptr) grad_weight[channel] = total.y;
-    if (grad_bias != nullptr) grad_bias[channel] = total.x;
+    if (grad_weight != nullptr) device::store_from_float(grad_weight, channel, dtype, total.y);
+    if (grad_bias != nullptr) device::store_from_float(grad_bias, channel, dtype, total.x);
   }
 }
 
@@ -240,11 +241,11 @@ void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const&
   FUSEDCONV_CUDA("merge_gradient_sums", cudaGetLastError());
 }
 
-void affine_gradients(GroupNormProblem const& p, GradientSum const* sums, float* grad_weight,
-                      float* grad_bias, cudaStream_t stream) {
+void affine_gradients(GroupNormProblem const& p, GradientSum const* sums, void* grad_weight,
+                      void* grad_bias, cudaStream_t stream) {
   dim3 const grid = device::checked_grid("affine_gradients", ceil_div(p.channels * 32, kThreads));
   sums_over_samples<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels), grad_weight,
-                                                   grad_bias);
+                                                   grad_bias, p.affine_dtype);
   FUSEDCONV_CUDA("affine_gradients", cudaGetLastError());
 }
 

@@ -19,8 +19,8 @@ void moments(GroupNormProblem const& problem, void const* input, StatisticsTarge
              void* workspace, cudaStream_t stream);
 
 // Fills tensors.output from input, weight, bias and what moments() found. Channels-first to
-// channels-first, channels-last to either layout. Null statistics mean no normalisation: only the
-// activations and the change of layout and dtype.
+// channels-first, channels-last to either layout. Null statistics are those of the identity: only
+// activations, weight and bias, and the change of layout and dtype.
 void normalize(GroupNormProblem const& problem, GroupNormTensors const& tensors,
                Statistics const* statistics, cudaStream_t stream);
 

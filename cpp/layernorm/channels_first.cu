@@ -17,36 +17,6 @@ constexpr int kCall = 4;               // values whose activations share a call
 constexpr int kRunBytes = 128;         // of neighbouring pixels of a channel, which a block reads
 constexpr int kSmallestRunBytes = 32;  // the same of so many channels that fewer pixels fit
 
-// Sums over the threads with the same pixels, which are 2^lane_bits apart, in all of them; in a
-// fixed order. `shared` is used once between barriers.
-template <int kCount>
-__device__ __forceinline__ void sum_over_block(float (&values)[kCount], int lane_bits,
-                                               float* shared) {
-  using Sums = Pack<float, kCount>;
-  for (int step = 1 << lane_bits; step < 32; step *= 2) {
-#pragma unroll
-    for (float& value : values) value += __shfl_xor_sync(~0u, value, step);
-  }
-  int const warps = int(blockDim.x) / 32;
-  if (warps == 1) return;
-  int const lane = int(threadIdx.x) & ((1 << lane_bits) - 1);
-  if (int(threadIdx.x) % 32 >> lane_bits == 0) {
-    Sums sums;
-#pragma unroll
-    for (int v = 0; v < kCount; ++v) sums.values[v] = values[v];
-    sums.store(shared + (int(threadIdx.x) / 32 << lane_bits | lane) * kCount);
-  }
-  __syncthreads();
-#pragma unroll
-  for (float& value : values) value = 0.0f;
-#pragma unroll 4
-  for (int warp = 0; warp < warps; ++warp) {
-    auto const sums = Sums::load(shared + (warp << lane_bits | lane) * kCount);
-#pragma unroll
-    for (int v = 0; v < kCount; ++v) values[v] += sums.values[v];
-  }
-}
-
 // 2^lane_bits neighbouring threads have kVector pixels each, of as many channels as registers hold.
 // kWhole: each thread's channels exist or none of them does, and all are in registers.
 template <class T, class U, int kVector, bool kWhole, int kKnown>

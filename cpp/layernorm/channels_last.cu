@@ -11,15 +11,6 @@ constexpr int kShortRows = 4;  // of a thread that has one pack of each
 template <int kVector, int kRows>
 constexpr int kPacksOf = kRows == kShortRows ? 1 : kHeld / kVector / kRows;
 
-// Sums over neighbouring 2^lane_bits threads, in all of them; in a fixed order.
-template <int kCount>
-__device__ __forceinline__ void sum_over_lanes(float (&values)[kCount], int lane_bits) {
-  for (int step = 1; step < 1 << lane_bits; step *= 2) {
-#pragma unroll
-    for (float& value : values) value += __shfl_xor_sync(~0u, value, step);
-  }
-}
-
 // 2^lane_bits neighbouring threads share kRows pixels, of each of which a thread has kPacks times
 // kVector channels.
 template <class T, class U, int kVector, int kRows, int kKnown>

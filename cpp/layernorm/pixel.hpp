@@ -91,6 +91,45 @@ __device__ __forceinline__ float quotient(float sum, float count, float reciproc
   return fmaf(fmaf(-near, count, sum), reciprocal, near);
 }
 
+// Sums over neighbouring 2^lane_bits threads, in all of them; in a fixed order.
+template <int kCount>
+__device__ __forceinline__ void sum_over_lanes(float (&values)[kCount], int lane_bits) {
+  for (int step = 1; step < 1 << lane_bits; step *= 2) {
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(~0u, value, step);
+  }
+}
+
+// Sums over the threads with the same pixels, which are 2^lane_bits apart, in all of them; in a
+// fixed order. `shared` is used once between barriers.
+template <int kCount>
+__device__ __forceinline__ void sum_over_block(float (&values)[kCount], int lane_bits,
+                                               float* shared) {
+  using Sums = Pack<float, kCount>;
+  for (int step = 1 << lane_bits; step < 32; step *= 2) {
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(~0u, value, step);
+  }
+  int const warps = int(blockDim.x) / 32;
+  if (warps == 1) return;
+  int const lane = int(threadIdx.x) & ((1 << lane_bits) - 1);
+  if (int(threadIdx.x) % 32 >> lane_bits == 0) {
+    Sums sums;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) sums.values[v] = values[v];
+    sums.store(shared + (int(threadIdx.x) / 32 << lane_bits | lane) * kCount);
+  }
+  __syncthreads();
+#pragma unroll
+  for (float& value : values) value = 0.0f;
+#pragma unroll 4
+  for (int warp = 0; warp < warps; ++warp) {
+    auto const sums = Sums::load(shared + (warp << lane_bits | lane) * kCount);
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) values[v] += sums.values[v];
+  }
+}
+
 inline int bits_for(int64_t wanted) { return std::bit_width(uint64_t(wanted - 1)); }
 
 // Whether accesses of `vector` elements may run along an axis of `extent`.

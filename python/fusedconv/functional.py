@@ -330,11 +330,14 @@ def fold_batch_norm(
                 f"{tuple(running_mean.shape)}"
             )
     eps = finite("eps", eps)
+    statistics = (running_mean, running_var)
     if (
         ops.goes_direct(running_mean, tensors)
-        and not ops.any_requires_grad(tensors)
+        and not ops.any_requires_grad(statistics)
         and batch_norm.folds(*tensors)
     ):
+        if ops.any_requires_grad((weight, bias)):
+            return ops.fold_with_gradients(*tensors, eps)
         return batch_norm.fold(*tensors, eps)
     return folded_batch_norm(*tensors, eps)
 

@@ -81,9 +81,22 @@ class Kind(NamedTuple):
     operator: str
 
 
+def _named(x: Tensor, error: RuntimeError) -> Exception:
+    """What is raised for torch's refusal: of an empty input some versions say what they miss, and
+    not of which argument."""
+    if x.numel():
+        return error
+    return ValueError(
+        f"input: got shape {tuple(x.shape)}, expected one that torch's GroupNorm takes: {error}"
+    )
+
+
 def _grouped(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    # Not torch.nn.functional's, which refuses single values that a group may consist of.
-    return torch.group_norm(x, norm.groups(x.shape[1]), weight, bias, norm.eps)
+    try:
+        # Not torch.nn.functional's, which refuses single values that a group may consist of.
+        return torch.group_norm(x, norm.groups(x.shape[1]), weight, bias, norm.eps)
+    except RuntimeError as error:
+        raise _named(x, error) from None
 
 
 def _over_channels(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -146,15 +159,18 @@ def group_norm_with_statistics(
         # Statistics have the dtype of weight and bias there.
         weight = x.new_ones(channels, dtype=torch.float32) if weight is None else weight.float()
         bias = None if bias is None else bias.float()
-    output, mean, rstd = torch.ops.aten.native_group_norm(
-        x.contiguous(),
-        weight,
-        bias,
-        batch,
-        channels,
-        math.prod(spatial),
-        norm.groups(channels),
-        norm.eps,
-    )
+    try:
+        output, mean, rstd = torch.ops.aten.native_group_norm(
+            x.contiguous(),
+            weight,
+            bias,
+            batch,
+            channels,
+            math.prod(spatial),
+            norm.groups(channels),
+            norm.eps,
+        )
+    except RuntimeError as error:
+        raise _named(x, error) from None
     statistics = statistics_dtype(x)
     return output, mean.to(statistics), rstd.to(statistics)

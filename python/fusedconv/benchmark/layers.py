@@ -160,8 +160,7 @@ class PlainLayer(nn.Module):
 
 class _FusedLayer(nn.Module):
     """One of our modules, and a norm that it has none of by the function: LayerNorm2d over
-    channels, BatchNorm of inference as an affine map. Where gradients are asked for, BatchNorm runs
-    behind the convolution in torch's operators."""
+    channels, BatchNorm of inference as an affine map."""
 
     def __init__(self, layer: LayerWorkload) -> None:
         whole = layer.norm != "batch"
@@ -182,8 +181,6 @@ class _FusedLayer(nn.Module):
             result: Tensor = super().forward(input)
             return result
         layer = isinstance(norm, LayerNorm2d)
-        if not layer and torch.is_grad_enabled():
-            return activate(norm(super().forward(input)), self.activation_behind)
         conv: Any = self.conv_transpose
         activation: Any = self.activation if layer else self.activation_behind
         order: Any = self.order

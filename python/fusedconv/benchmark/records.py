@@ -78,7 +78,7 @@ Each record is one contender in one cell (workload, pass, precision, layout). to
 plan of a convolution for as long as a process lives, so every contender runs in processes of its
 own; cudnn.benchmark is on before the first call, but for eager and fusedconv. fusedconv computes
 LayerNorm over channels and BatchNorm of inference by its function, which folds running statistics
-in each call; where gradients are asked for, BatchNorm runs behind it in torch's operators.
+in each call.
 torch.compile's work is done before, in parallel processes, and nothing else runs on the device
 during the timing.
 

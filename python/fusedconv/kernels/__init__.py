@@ -7,6 +7,7 @@ from fusedconv.kernels.cuda import (
     boxes_sm90,
     clusters_sm90,
     direct,
+    direct_gradients,
     gradients,
     group_norm,
     sm80,
@@ -15,6 +16,7 @@ from fusedconv.kernels.cuda import (
     sm90_runs,
     taps,
     taps_sm90,
+    ungrouped_gradients,
 )
 from fusedconv.plan import Kernel
 
@@ -35,7 +37,9 @@ def built_in() -> list[Kernel]:
         clusters_sm90,
         direct,
         sm90_gradients,
+        direct_gradients,
         group_norm,
         gradients,
+        ungrouped_gradients,
     )
     return [kernel for module in modules for kernel in module.kernels()]

@@ -5,6 +5,7 @@ and autograd see; ``fusedconv.functional`` calls the plan directly where none of
 """
 
 from fusedconv.ops import conv_transpose, flops, group_norm
+from fusedconv.ops.batch_norm import fold_with_gradients
 from fusedconv.ops.common import any_requires_grad, goes_direct
 from fusedconv.ops.decomposing import decompositions
 from fusedconv.ops.planning import (
@@ -27,6 +28,7 @@ __all__ = [
     "conv_transpose",
     "decompositions",
     "flops",
+    "fold_with_gradients",
     "goes_direct",
     "group_norm",
     "group_norm_plan",

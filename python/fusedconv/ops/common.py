@@ -120,10 +120,10 @@ def any_requires_grad(arguments: Iterable[object]) -> bool:
 
 try:
     #: Of ``torch.autograd.grad(..., is_grads_batched=True)``, which no transform stands for.
-    _is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+    is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 except AttributeError:  # a private name, which may move
 
-    def _is_batched(tensor: Tensor) -> bool:
+    def is_batched(tensor: Tensor) -> bool:
         return False
 
 
@@ -285,7 +285,7 @@ def direct_operator(
                 )
                 return (None, None, *found)
             with recorded_with(ctx.recording):
-                if _is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
+                if is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
                     found = dispatched(grad, conv_output, mean, rstd, needs, call(tensors))
                 else:
                     plan = gradient_plan(

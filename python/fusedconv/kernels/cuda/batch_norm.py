@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -88,3 +89,49 @@ def fold(
         program, device, (running_mean, running_var, weight, bias, scale, shift), running_mean
     )
     return scale, shift
+
+
+# Slots of the gradients' program: the statistics' are as above.
+GRAD_SCALE, GRAD_SHIFT, GRAD_WEIGHT, GRAD_BIAS = range(2, 6)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gradients_program(
+    device: Device, channels: int, eps: float, statistics: torch.dtype, affine: torch.dtype
+) -> _C.Program:
+    program = _C.Program(device.index, 1, 0)
+    program.before(
+        _C.batch_norm.GradientsOfFold(
+            channels=channels,
+            eps=eps,
+            statistics_dtype=COMPILED_DTYPES[statistics],
+            affine_dtype=COMPILED_DTYPES[affine],
+            mean=program.tensor(MEAN, 0),
+            variance=program.tensor(VARIANCE, 0),
+            grad_scale=program.tensor(GRAD_SCALE, 0),
+            grad_shift=program.tensor(GRAD_SHIFT, 0),
+            grad_weight=program.tensor(GRAD_WEIGHT, 0),
+            grad_bias=program.tensor(GRAD_BIAS, 0),
+        )
+    )
+    return program
+
+
+def fold_gradients(
+    running_mean: Tensor,
+    running_var: Tensor,
+    grad_scale: Tensor | None,
+    grad_shift: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of weight and bias in ``dtype``, as far as they are ``wanted``, from those of what
+    ``fold`` returned: dense, float32, None for zeros."""
+    device = device_record(running_mean.device)
+    program = _gradients_program(device, running_mean.numel(), eps, running_mean.dtype, dtype)
+    found = [torch.empty_like(running_mean, dtype=dtype) if want else None for want in wanted]
+    run_program(
+        program, device, (running_mean, running_var, grad_scale, grad_shift, *found), running_mean
+    )
+    return found

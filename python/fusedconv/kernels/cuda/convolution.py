@@ -175,7 +175,7 @@ class ConvolutionRow(ForwardKernel):
             partials = program.scratch(config.partial_bytes_per_sample)
         activates = self.takes_moments or not program.problem.save
         activation, affine = program.form.before if activates else "identity", {}
-        if _is_affine(program.form):
+        if scales_in_epilogue(program.problem):
             activation = program.form.after
             affine = {"scale": program.norm_weight, "shift": program.norm_bias}
         program.compiled.per_chunk(
@@ -267,7 +267,7 @@ class InPlaceRow(ConvolutionRow):
         layout apart."""
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
         assert isinstance(form, ActNormAct)
-        if _is_affine(form):
+        if scales_in_epilogue(problem):
             return 0
         done = form.norm is None and form.after == "identity" and not problem.save
         return 0 if done and problem.output_dtype == problem.dtype else 1
@@ -314,6 +314,7 @@ class InPlaceRow(ConvolutionRow):
                 weight=program.norm_weight,
                 bias=program.norm_bias,
                 output=program.output,
+                name=program.affine_name,
             )
         )
 
@@ -328,11 +329,16 @@ def supports_affine(problem: ForwardProblem) -> Support:
         return Support.no(f"affine dtype is {dtype_name(form.norm.affine_dtype)}, not float32")
     if form.before != "identity":
         return Support.no(f"{form.before} is in front of the affine map")
-    if problem.save:
-        return Support.no("an affine map that saves for the backward pass is torch's")
     if goes_through_scratch(problem):
         return Support.no("an affine map in another dtype than the convolution's is torch's")
     return Support.yes()
+
+
+def scales_in_epilogue(problem: ForwardProblem) -> bool:
+    """Whether the convolution's epilogue has the problem's affine map: not where the convolution's
+    output is saved."""
+    form = act_norm_act(problem.epilogue, frozenset(KINDS))
+    return not problem.save and isinstance(form, ActNormAct) and _is_affine(form)
 
 
 def _is_affine(form: ActNormAct) -> bool:

@@ -14,6 +14,7 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
 from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
 from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
+from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ActNormAct, BackwardProblem, act_norm_act
@@ -38,7 +39,7 @@ from fusedconv.support import Support
 def compiled_problem(problem: BackwardProblem) -> Any:
     """What the epilogue computes, over tensors in the forward output's layout and input's dtype."""
     forward = problem.forward
-    form = act_norm_act(forward.epilogue)
+    form = act_norm_act(forward.epilogue, frozenset(KINDS))
     assert isinstance(form, ActNormAct)
     return group_norm_problem(
         forward,
@@ -61,6 +62,29 @@ def sums_bias(problem: BackwardProblem) -> bool:
     return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
 
 
+def supports_epilogue(
+    problem: BackwardProblem, device: Device, computes: str, ungrouped: frozenset[str] | None = None
+) -> Support:
+    """The conditions of every kernel that computes gradients through a normalisation, with the
+    bias's beside them. ``computes`` names the normalisations, for messages; ``ungrouped`` are
+    their kinds, None for those whose statistics are per group of channels."""
+    support = supports_device(device)
+    if not support:
+        return support
+    norm = problem.forward.norm
+    if norm is None or (ungrouped is not None and norm.kind not in ungrouped):
+        return Support.no(f"computes gradients of {computes}; the problem has {norm or 'none'}")
+    if "epilogue" not in problem.parts:
+        return Support.no("sums the bias's gradient beside the epilogue's only")
+    if "residual" in problem.gradients:
+        return Support.no("computes no gradient of a residual")
+    if problem.grad_dtype != problem.forward.dtype:
+        return Support.no(
+            f"the output's gradient is {problem.grad_dtype}, the input {problem.forward.dtype}"
+        )
+    return supports_compiled(problem.forward, ungrouped or frozenset())
+
+
 class GroupNormBackward(BackwardKernel):
     """What both ways have in common."""
 
@@ -77,21 +101,8 @@ class GroupNormBackward(BackwardKernel):
         raise NotImplementedError
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
-        support = supports_device(device)
-        if not support:
-            return support
-        if problem.forward.norm is None:
-            return Support.no("computes gradients of GroupNorm; the problem has none")
-        if "epilogue" not in problem.parts:
-            return Support.no("sums the bias's gradient beside the epilogue's only")
-        if "residual" in problem.gradients:
-            return Support.no("computes no gradient of a residual")
-        if problem.grad_dtype != problem.forward.dtype:
-            return Support.no(
-                f"the output's gradient is {problem.grad_dtype}, the input {problem.forward.dtype}"
-            )
-        compiled = supports_compiled(problem.forward)
-        return compiled and Support.of(self._config(problem, device).support)
+        support = supports_epilogue(problem, device, "GroupNorm")
+        return support and Support.of(self._config(problem, device).support)
 
     def compile(self, problem: BackwardProblem, device: Device) -> GroupNormBackwardPlan:
         return GroupNormBackwardPlan(self, problem, device)
@@ -279,6 +290,8 @@ class GroupNormBackwardPlan(BackwardPlan):
         self._layout = forward.output_layout
         self._shape = forward.output_shape
         self._channels = forward.output_channels
+        assert forward.norm is not None
+        self._affine_dtype = forward.norm.affine_dtype or torch.float32
         self._sums_after = "bias" in problem.gradients and not sums_bias(problem)
         self._build(padded_lines=False)
 
@@ -314,11 +327,12 @@ class GroupNormBackwardPlan(BackwardPlan):
         if self._strides is not None:
             grad_input = empty(self._shape, self._strides, x.dtype)
 
-        def per_channel(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        def per_channel(name: str, dtype: torch.dtype) -> Tensor | None:
             return empty((self._channels,), (1,), dtype) if name in wanted else None
 
         weight, bias = tensors.norm_weight, tensors.norm_bias
-        norm_weight, norm_bias = per_channel("norm_weight"), per_channel("norm_bias")
+        norm_weight = per_channel("norm_weight", self._affine_dtype)
+        norm_bias = per_channel("norm_bias", self._affine_dtype)
         conv_bias = None if self._sums_after else per_channel("bias", x.dtype)
         run_program(
             self._program,

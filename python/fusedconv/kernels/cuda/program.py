@@ -341,7 +341,7 @@ class ForwardProgram:
             row_channels=row_channels,
         )
         statistics = self.statistics()
-        if form.norm is not None:
+        if self.groups:
             self.compiled.per_chunk(
                 _C.group_norm.Moments(
                     problem=problem,
@@ -359,8 +359,18 @@ class ForwardProgram:
                 weight=self.norm_weight,
                 bias=self.norm_bias,
                 output=self.output,
+                name=self.affine_name,
             )
         )
+
+    @property
+    def affine_name(self) -> str:
+        """Of a step that applies an affine map of channels; "" of one that normalises by
+        statistics, which names itself."""
+        norm, after = self.form.norm, self.form.after
+        if norm is None or self.groups:
+            return ""
+        return str(norm) if after == "identity" else f"{norm} + {after}"
 
     def save_conv_output(self, conv_output: _C.Operand, *, row_channels: int) -> None:
         """Appends the pass that saves a channels-last convolution output in the caller's layout."""

@@ -1,0 +1,135 @@
+"""Gradients through LayerNorm over channels and affine maps: which kernel serves them, and the
+steps of plans. No GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from problems import backward_problem, conv_geometry, explained, problem
+
+import fusedconv
+from fusedconv import Norm
+from fusedconv.device import KNOWN
+from fusedconv.functional import fold_batch_norm
+from fusedconv.norms import folded_batch_norm
+from fusedconv.ops.batch_norm import _in_torch
+from fusedconv.registry import registry
+from fusedconv.selection import choose
+
+pytestmark = pytest.mark.skipif(
+    not fusedconv.build["cuda"], reason="fusedconv was built without CUDA"
+)
+
+H200 = KNOWN[90]
+KERNEL = "ungrouped_backward"
+
+
+def forward(kind, layout="nhwc", channels=64, activation="relu", order="norm_act", **changes):
+    norm = Norm(kind, 0, 1e-6, True, True, torch.float32)
+    conv = conv_geometry(
+        in_channels=64,
+        out_channels=channels,
+        kernel_size=(4, 4),
+        stride=(2, 2),
+        padding=(1, 1),
+        output_padding=(0, 0),
+        dilation=(1, 1),
+        groups=1,
+        weight_strides=(16 * channels, 16, 4, 1),
+    )
+    fields = {
+        "dtype": torch.bfloat16,
+        "output_dtype": torch.bfloat16,
+        "precision": "bf16",
+        "layout": layout,
+        "batch": 8,
+        "channels": 64,
+        "spatial": (32, 32),
+        "conv": conv,
+        "save": True,
+        **changes,
+    }
+    return problem(norm=norm, activation=activation, order=order, **fields)
+
+
+def kernel_of(backward, part):
+    chosen = choose(backward, H200).chosen
+    return next(candidate.kernel for piece, candidate in chosen if part in piece.parts)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kind", ["layer", "affine"])
+def test_it_has_the_epilogue_and_the_bias(kind, layout):
+    assert kernel_of(backward_problem(forward(kind, layout)), "epilogue").name == KERNEL
+    backward = backward_problem(forward(kind, layout), "bias", "norm_weight")
+    assert kernel_of(backward, "epilogue").name == KERNEL
+    assert kernel_of(backward, "bias").name == KERNEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kind": "layer", "channels": 2048}, "2048 channels"),
+        ({"kind": "group"}, "LayerNorm"),
+    ],
+    ids=lambda each: str(each),
+)
+def test_what_it_refuses(changes, reason):
+    changes = dict(changes)
+    if changes["kind"] == "group":
+        target = backward_problem(problem(save=True))
+    else:
+        target = backward_problem(forward(**changes))
+    epilogue = target.part(["epilogue"])
+    (found,) = [c for c in registry().candidates(epilogue, H200) if c.kernel.name == KERNEL]
+    assert not found.support and reason in found.support.reason
+
+
+def test_gradients_of_another_dtype_are_torchs():
+    backward = backward_problem(forward("layer"))
+    wide = dataclasses.replace(backward, grad_dtype=torch.float32)
+    assert kernel_of(wide, "epilogue").provider == "torch"
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_an_affine_map_that_saves_is_a_pass_behind_the_convolution(layout):
+    saving = forward("affine", layout)
+    if "sm90" not in fusedconv.build["families"]:
+        pytest.skip("fusedconv was built without kernels for compute capability 9.0")
+    steps = explained(saving, device=H200)[0].steps
+    assert any(step.startswith("affine_norm + relu") for step in steps), steps
+    inference = dataclasses.replace(saving, save=False)
+    steps = explained(inference, device=H200)[0].steps
+    assert not any(step.startswith("affine_norm") for step in steps), steps
+
+
+def test_folding_is_differentiated():
+    mean, variance = torch.tensor([0.5, -1.0]), torch.tensor([4.0, 0.25])
+    weight, bias = (torch.tensor(each, requires_grad=True) for each in ([2.0, 3.0], [1.0, 0.0]))
+    scale, shift = fold_batch_norm(mean, variance, weight, bias, 0.0)
+    assert scale.tolist() == [1.0, 6.0] and shift.tolist() == [0.5, 6.0]
+    grads = torch.autograd.grad((scale, shift), (weight, bias), (torch.ones(2), torch.ones(2)))
+    assert grads[0].tolist() == [0.25, 4.0] and grads[1].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("scales", "shifts"), [(True, True), (True, False), (False, True)])
+def test_gradients_of_folding_by_torchs_operators(scales, shifts):
+    torch.manual_seed(0)
+    mean, variance = torch.randn(5), torch.rand(5) + 0.5
+    weight, bias = torch.randn(2, 5).requires_grad_().unbind()
+    scale, shift = folded_batch_norm(mean, variance, weight, bias, 1e-3)
+    grads = torch.randn(2, 5).unbind()
+    given = [grad if asked else None for grad, asked in zip(grads, (scales, shifts), strict=True)]
+    total = sum(
+        (value * grad).sum()
+        for value, grad in zip((scale, shift), given, strict=True)
+        if grad is not None
+    )
+    expected = torch.autograd.grad(total, (weight, bias), allow_unused=True)
+    found = _in_torch(mean, variance, *given, 1e-3)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)

@@ -32,7 +32,8 @@ def converted(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def results(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of the input and the parameters, as far as it has any."""
+    """The output, and the gradients of the input and the parameters by name, as far as it has any:
+    an exported program of torch 2.6 has them in another order."""
     x = x.detach().clone().requires_grad_()
     model.zero_grad()
     output = model(x)
@@ -40,7 +41,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [
         output.detach(),
         x.grad,
-        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+        *(p.grad.clone() for _, p in sorted(model.named_parameters()) if p.grad is not None),
     ]
 
 

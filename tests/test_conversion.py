@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 import fusedconv
 from fusedconv import ConvTransposeActNorm2d, ModelNew
+from fusedconv.conversion.stages import Normalization, reason_against_norm
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -121,7 +122,7 @@ def test_what_the_report_says(capsys):
 
 
 def test_a_report_of_nothing_announces_nothing():
-    assert str(fusedconv.convert(nn.Linear(2, 2))) == "0 replacements are made in modules"
+    assert str(fusedconv.convert(nn.Linear(2, 2))) == "replaced in modules: 0"
 
 
 # ---- what stays as it was ------------------------------------------------------------------------
@@ -431,10 +432,24 @@ def test_tracers_see_the_operators(compiled):
     torch.testing.assert_close(out[1], original(image_1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_torchscript_traces_and_refuses_to_script():
     model, original = converted(network())
     traced = torch.jit.trace(model, image_1)
     torch.testing.assert_close(traced(image_1), original(image_1), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"fusedconv\.revert restores it"):
         torch.jit.script(nn.Sequential(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradients", "device", "joined"),
+    [
+        ("affine", True, "cpu", False),
+        ("affine", True, "cuda", True),
+        ("affine", False, "cpu", True),
+        ("layer", True, "cpu", True),
+    ],
+)
+def test_where_gradients_are_wanted_a_batch_norm_is_joined_on_gpus(kind, gradients, device, joined):
+    norm = Normalization(kind, None, None, 1e-5)
+    assert (reason_against_norm(norm, gradients, torch.device(device)) is None) == joined

@@ -140,7 +140,7 @@ class Folded(Up):
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["code", "sequence"])
-def test_batch_norms_are_folded_where_no_gradients_are_wanted(x, sequence):
+def test_batch_norms_on_processors_are_folded_where_no_gradients_are_wanted(x, sequence):
     up = Folded()
     model, original = converted(
         (nn.Sequential(up.conv, up.norm, nn.GELU()) if sequence else up).eval()

@@ -30,7 +30,7 @@ def test_reverting():
     before = [dict(vars(m)) for m in model.modules()]
     report = fusedconv.convert(model, (image_1,), dry_run=True)
     assert report.dry_run and len(report.replaced) == 2
-    assert "2 replacements would be made" in str(report)
+    assert "would be replaced in modules: 2" in str(report)
     assert before == [dict(vars(m)) for m in model.modules()]
     assert type(model) is nn.Sequential
 

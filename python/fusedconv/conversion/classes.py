@@ -19,9 +19,11 @@ from fusedconv.composing import watch
 
 
 class Converted(nn.Module):
-    """What mixins derive from; ``_fusedconv_original`` is the class that the module had. Names are
-    those that no module has for a parameter, buffer or child, which attributes of classes hide."""
+    """What mixins derive from; ``_fusedconv_original`` is the class that the module had, and
+    ``_fusedconv_class`` the converted one itself. Names are those that no module has for a
+    parameter, buffer or child, which attributes of classes hide."""
 
+    _fusedconv_class: ClassVar[type[Any]]
     _fusedconv_original: ClassVar[type[nn.Module]]
     _fusedconv_mixin: ClassVar[type[Any]]
 
@@ -62,6 +64,7 @@ def converted_class(mixin: type[Converted], original: type[nn.Module]) -> type[C
             (mixin, original),
             {**own, **mixin._fusedconv_members(original)},
         )
+        made._fusedconv_class = made
         watch(made)
         _made[mixin, original] = made
     return made
@@ -75,7 +78,8 @@ def _blank(mixin: type[Converted], original: type[nn.Module]) -> nn.Module:
 
 def is_converted(kind: type[nn.Module]) -> TypeGuard[type[Converted]]:
     """Whether a class is one of ``converted_class``; what others derive from these is not."""
-    return "_fusedconv_original" in vars(kind) and issubclass(kind, Converted)
+    # Not by vars(), which torch.compile of torch 2.6 does not follow.
+    return getattr(kind, "_fusedconv_class", None) is kind
 
 
 def converted_type(module: nn.Module) -> type[Converted] | None:

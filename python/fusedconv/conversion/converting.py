@@ -121,19 +121,17 @@ class Conversion:
         revert(self._model)
 
     def __str__(self) -> str:
-        did = "would be" if self.dry_run else "are"
-        end = ":" if self.modules else ""
-        lines = [f"{len(self.modules)} replacements {did} made in modules{end}"]
-        lines += [f"    {each}" for each in self.modules]
-        if self._followed:
-            lines.append(f"{len(self._followed)} modules {did} followed when they are called:")
-            lines += [f"    {name}" for name in self._followed]
-        if self.joined:
-            lines.append(f"{len(self.joined)} chains found in their code:")
-            lines += [f"    {each}" for each in self.joined]
-        if self.kept:
-            lines.append(f"{len(self.kept)} left as they are:")
-            lines += [f"    {each}" for each in self.kept]
+        replaced, followed = "replaced in modules", "followed when called"
+        if self.dry_run:
+            replaced, followed = f"would be {replaced}", f"would be {followed}"
+        lines = [f"{replaced}: {len(self.modules)}", *(f"    {each}" for each in self.modules)]
+        for title, entries in (
+            (followed, self._followed),
+            ("chains found in their code", self.joined),
+            ("left as they are", self.kept),
+        ):
+            if entries:
+                lines += [f"{title}: {len(entries)}", *(f"    {each}" for each in entries)]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -169,8 +167,8 @@ def convert(
     - Sequences (torch.nn.Sequential and subclasses with its forward) compute convolution,
       [normalisation] and [activation], in either order of the two, and GroupNorm and activation, in
       one call. Normalisations are GroupNorm, InstanceNorm without running statistics and BatchNorm
-      in evaluation mode (where no gradients are wanted, and not on processors, where no kernel of
-      ours has it); activations ReLU, GELU and SiLU.
+      in evaluation mode (on processors where no gradients are wanted); activations ReLU, GELU and
+      SiLU.
     - With ``follow``, modules whose forward code joins such chains are captured by torch.compile
       when they are called, and run its graphs with the chains replaced (``compile_pass``), without
       a compiler. Compiled code around the model is not changed by this; see ``compile_backend``.

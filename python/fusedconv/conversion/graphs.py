@@ -47,12 +47,12 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     What is replaced: transposed convolutions with the normalisation and activation behind them (in
     either order), and GroupNorms with the activation in front or behind, where nothing else reads
     what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
-    BatchNorm of inference where no gradients are wanted, and LayerNorm of channels, between the two
-    permutations that put them last and back or written out in arithmetic as Segment Anything has
-    it; the last two not on processors. The graph is one that torch.compile hands to a backend, or
-    the module of an exported program; its nodes know what tensors they compute (``example_value``
-    or ``val`` in their meta), else convolutions and GroupNorms are not recognised for what they are
-    and stay. Each chain is logged (logger ``fusedconv``, level DEBUG).
+    BatchNorm of inference (on processors where no gradients are wanted), and LayerNorm of channels,
+    between the two permutations that put them last and back or written out in arithmetic as Segment
+    Anything has it. The graph is one that torch.compile hands to a backend, or the module of an
+    exported program; its nodes know what tensors they compute (``example_value`` or ``val`` in
+    their meta), else convolutions and GroupNorms are not recognised for what they are and stay.
+    Each chain is logged (logger ``fusedconv``, level DEBUG).
 
     Raises TypeError where ``graph_module`` is no torch.fx.GraphModule.
     """
@@ -311,7 +311,9 @@ def _extend(chain: _Chain, axes: int) -> None:
 
 def _reason_against_norm(chain: _Chain, norm: Normalization, match: Match) -> str | None:
     output = example(match.nodes[-1])
-    return reason_against_norm(norm, output is not None and output.requires_grad)
+    if output is None:
+        return None
+    return reason_against_norm(norm, output.requires_grad, output.device)
 
 
 def _stage(node: Node, axes: int) -> Match | Refusal | None:

@@ -151,7 +151,8 @@ def chains(sequence: nn.Module) -> Iterator[Chain]:
     while modules:
         chain = _first_chain(modules)
         yield chain
-        del modules[: len(chain.modules)]
+        # torch.compile of torch 2.6 follows no deletion of a slice.
+        modules = modules[len(chain.modules) :]
 
 
 def _first_chain(modules: list[nn.Module]) -> Chain:
@@ -248,7 +249,7 @@ def _is_kept(chain: Chain, input: Any) -> bool:
     gradients = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
-    return reason_against_norm(norm, gradients) is not None
+    return reason_against_norm(norm, gradients, input.device) is not None
 
 
 def _is_refused(stages: list[Stage], output: Tensor) -> bool:

@@ -241,7 +241,7 @@ def test_what_has_no_such_convolution_is_refused():
     assert "exceeds" in support.reason
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "fp16", "bf16"])
 def test_system_1_has_all_its_gradients_here(precision):
     choice = choose(backward_problem(system_1(precision)), H200)
     names = [(problem.parts, candidate.kernel.name) for problem, candidate in choice.chosen]
@@ -249,7 +249,8 @@ def test_system_1_has_all_its_gradients_here(precision):
     assert first == ("epilogue", "bias")
     assert norm.startswith("groupnorm_backward_")
     assert second == ("input", "weight")
-    assert conv == "sm90_gradients_" + {"tf32": "tf32", "fp16": "f16", "bf16": "bf16"}[precision]
+    math = {"tf32": "tf32", "fp32": "tf32x3", "fp16": "f16", "bf16": "bf16"}[precision]
+    assert conv == f"sm90_gradients_{math}"
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -289,10 +290,91 @@ def test_the_bias_alone_needs_one_pass():
     assert steps == ("sums of the output's gradient by channel", "gradient of bias")
 
 
-def test_strict_fp32_has_no_weight_gradient_here():
+SMALL_INPUT = "what rounding to TF32 leaves of the input"
+SMALL_GRAD = "what rounding to TF32 leaves of the output's gradient"
+
+
+def strict_steps(forward: ForwardProblem) -> tuple[str, ...]:
+    asked = backward_problem(forward, "weight")
     kernel = kernel_named("sm90_gradients_tf32x3")
-    assert kernel.computes == {"input", "bias"}
-    assert kernel.supports(backward_problem(system_1("fp32"), "input"), H200)
+    assert kernel.supports(asked, H200)
+    return kernel.compile(asked, H200).steps
+
+
+def test_strict_fp32_sums_three_products_of_tf32():
+    steps = strict_steps(system_1("fp32", epilogue=()))
+    row = "sm90_wgrad_tf32_3 (weight gradient, {}, 132 parts)"
+    assert steps[-6:] == (
+        SMALL_INPUT,
+        row.format("small by big"),
+        SMALL_GRAD,
+        row.format("big by small"),
+        row.format("big by big"),
+        "add the weight gradient's parts",
+    )
+
+
+def test_strict_fp32_splits_what_the_products_read():
+    """Padded lines where tensors are padded, planes where there is a stride."""
+    steps = strict_steps(system_1("fp32", epilogue=(), spatial=(30, 33)))
+    assert steps.index("pad the input, lines of 33 to 36") + 1 == steps.index(SMALL_INPUT)
+    conv = geometry_of(torch.empty(64, 64, 2, 2), stride=(2, 2))
+    steps = strict_steps(system_1("fp32", epilogue=(), conv=conv, spatial=(30, 30)))
+    split = next(i for i, step in enumerate(steps) if step.startswith("split the output's"))
+    assert split < steps.index(SMALL_GRAD)
+
+
+def test_the_scratch_of_strict_fp32_holds_either_small_part():
+    """Beside the parts of three products, one tensor of the size of the larger operand."""
+    programs = {
+        precision: kernel_named(f"sm90_gradients_{name}").build(
+            backward_problem(system_1(precision, epilogue=(), batch=2), "weight"), H200, "lines"
+        )
+        for name, precision in (("tf32x3", "fp32"), ("tf32", "tf32"))
+    }
+    (row,) = (row for row in rows() if row.name == "sm90_wgrad_tf32_3")
+    parts = config(row, batch=2, spatial=(1, 256, 256), taps=(1, 3)).partial_bytes
+    larger = 2 * 64 * 258 * 260 * 4
+    extra = programs["fp32"].workspace_bytes - programs["tf32"].workspace_bytes
+    assert extra == pytest.approx(larger + 2 * parts, abs=1024)
+
+
+def test_strict_fp32_costs_three_products_and_their_flushes():
+    asked = {
+        precision: backward_problem(system_1(precision, epilogue=()), "weight")
+        for precision in ("tf32", "fp32")
+    }
+    tf32 = kernel_named("sm90_gradients_tf32").cost(asked["tf32"], H200)
+    strict = kernel_named("sm90_gradients_tf32x3").cost(asked["fp32"], H200)
+    assert 3 * tf32 < strict < 6 * tf32
+
+
+def test_a_strict_gradient_of_few_products_is_refused():
+    kernel = kernel_named("sm90_gradients_tf32x3")
+    few = system_1("fp32", batch=1, spatial=(1, 8), epilogue=())
+    support = kernel.supports(backward_problem(few, "weight"), H200)
+    assert "sums 8 products" in support.reason
+    assert kernel.supports(backward_problem(few, "input"), H200)
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "rand"])
+def test_three_products_of_tf32_are_as_exact_as_float32(draw):
+    """What the steps compute, in float64 behind each rounding: the product that is left out is
+    below what float32 keeps."""
+
+    def big(x: torch.Tensor) -> torch.Tensor:
+        bits = x.view(torch.int32)
+        return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
+
+    torch.manual_seed(0)
+    x, grad = draw(16, 4096), torch.randn(4096, 16)
+    exact = x.double() @ grad.double()
+    small_x, small_grad = x - big(x), grad - big(grad)
+    pairs = ((small_x, grad), (x, small_grad), (x, grad))
+    found = sum(big(a).double() @ big(b).double() for a, b in pairs)
+    assert (found - exact).norm() / exact.norm() < 1e-7
+    alone = big(x).double() @ big(grad).double()
+    assert (alone - exact).norm() / exact.norm() > 1e-5
 
 
 @pytest.mark.parametrize(

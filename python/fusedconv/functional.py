@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
 from fusedconv.activations import UNFUSED, activate, activate_by, parsed
-from fusedconv.arguments import choice, finite, integer, integers, tensor
+from fusedconv.arguments import choice, finite, flag, integer, integers, tensor
 from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.torch import TorchPlan
 from fusedconv.norms import KINDS, folded_batch_norm, normalized
@@ -54,6 +54,7 @@ def conv_transpose_act_norm(
     eps: float = 1e-5,
     precision: str | None = None,
     norm: str | None = None,
+    recompute: bool = False,
 ) -> Tensor:
     """Transposed convolution (+ bias), activation and normalisation.
 
@@ -74,6 +75,10 @@ def conv_transpose_act_norm(
     is "tf32" or "fp32" for float32 input; None follows torch's switches for convolutions, and where
     autocast lowers the input it says nothing.
 
+    ``recompute`` keeps no output of the convolution for the backward pass, which computes it once
+    more instead: a training step then needs less memory by a tensor of the output's size, and takes
+    longer by a convolution. Gradients are the same but for rounding.
+
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
     tensors = (input, weight, bias, norm_weight, norm_bias)
@@ -82,10 +87,11 @@ def conv_transpose_act_norm(
             conv_transpose_act_norm, tensors, input, weight, bias, stride, padding, output_padding,
             groups, dilation, activation=activation, order=order, num_groups=num_groups,
             norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision, norm=norm,
+            recompute=recompute,
         )  # fmt: skip
     arguments = (
         stride, padding, output_padding, groups, dilation, activation, order, num_groups, eps,
-        precision, norm,
+        precision, norm, recompute,
     )  # fmt: skip
     seen = ops.recall(tensors, arguments)
     if seen is not None:
@@ -104,6 +110,7 @@ def conv_transpose_act_norm(
     choice("precision", precision, PRECISIONS, optional=True)
     eps = finite("eps", eps)
     groups = integer("groups", groups)
+    recompute = flag("recompute", recompute)
     kind = choice("norm", norm, tuple(KINDS), optional=True)
     if kind not in (None, "group"):
         if num_groups is not None:
@@ -130,7 +137,7 @@ def conv_transpose_act_norm(
         stride, padding, output_padding, dilation = geometry
         batched = conv_transpose_act_norm(
             input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation,
-            activation=activation, precision=precision,
+            activation=activation, precision=precision, recompute=recompute,
         )  # fmt: skip
         return batched.squeeze(0)
     if name in UNFUSED:
@@ -141,7 +148,7 @@ def conv_transpose_act_norm(
         if order == "norm_act" or not normalises:
             x = alone(
                 num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
-                norm=norm,
+                norm=norm, recompute=recompute,
             )  # fmt: skip
             return activate_by(x, name, parameter)
         channels = weight.shape[1] * groups
@@ -183,6 +190,7 @@ def conv_transpose_act_norm(
         precision,
         output_dtype,
         None if kind == "group" else kind,
+        recompute and (normalises or name != "identity"),
     )
     if lowers and device != "cuda":
         return _composed_under_autocast(call)
@@ -195,6 +203,7 @@ def conv_transpose_act_norm(
         if (
             isinstance(plan, TorchPlan)
             and precision is None
+            and not (save and call.recompute)
             and (not save or ops.torch_differentiates(plan, input.device))
         ):
             plan, save = plan.followed, False

@@ -25,7 +25,8 @@ from fusedconv.scripting import is_scripting
 class FusedConvTranspose(nn.Module):
     """What every module with the children ``conv_transpose`` and ``group_norm`` computes by.
 
-    A subclass says which convolution it has and has ``activation``, ``order`` and ``precision``.
+    A subclass says which convolution it has and has ``activation``, ``order`` and ``precision``;
+    ``recompute`` is the function's, and may be set at any time.
     """
 
     if TYPE_CHECKING:  # torch.jit.script would read annotations that exist at run time
@@ -34,10 +35,13 @@ class FusedConvTranspose(nn.Module):
         activation: str | None
         order: str
         precision: str | None
+        recompute: bool
 
+    recompute = False
     _conv_type: ClassVar[type[Any]]
     __constants__: ClassVar[list[str]] = [
-        "activation", "order", "precision", "_fuses", "_resizes", "_activation", "_parameter",
+        "activation", "order", "precision", "recompute", "_fuses", "_resizes", "_activation",
+        "_parameter",
     ]  # fmt: skip
 
     def _departure(self, conv: Any, norm: Any) -> str | None:
@@ -95,6 +99,7 @@ class FusedConvTranspose(nn.Module):
             norm_bias=norm_bias,
             eps=1e-5 if norm is None else norm.eps,
             precision=self.precision,
+            recompute=self.recompute,
         )
 
     def _scripted(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -131,6 +136,7 @@ class FusedConvTranspose(nn.Module):
                     1e-5 if norm is None else norm.eps,
                     self.precision,
                     None,
+                    self.recompute,
                 )
         return self._compose(input, output_size)
 
@@ -237,6 +243,7 @@ class _ConvTransposeActNorm(FusedConvTranspose):
         activation: str | None = None,
         order: str = "act_norm",
         precision: str | None = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         axes = self._axes
@@ -290,6 +297,7 @@ class _ConvTransposeActNorm(FusedConvTranspose):
         self.activation = activation
         self.order = order
         self.precision = precision
+        self.recompute = arguments.flag("recompute", recompute)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """``input`` and ``output_size`` as in ``torch.nn.ConvTranspose2d``."""
@@ -300,7 +308,8 @@ class _ConvTransposeActNorm(FusedConvTranspose):
 
     def extra_repr(self) -> str:
         precision = "" if self.precision is None else f", precision={self.precision!r}"
-        return f"activation={self.activation!r}, order={self.order!r}{precision}"
+        recompute = ", recompute=True" if self.recompute else ""
+        return f"activation={self.activation!r}, order={self.order!r}{precision}{recompute}"
 
 
 class ConvTransposeActNorm1d(_ConvTransposeActNorm):
@@ -317,7 +326,8 @@ class ConvTransposeActNorm2d(_ConvTransposeActNorm):
     ``affine`` are ``torch.nn.GroupNorm``'s; ``num_groups`` None leaves the normalisation out.
     ``activation`` is None or a name in ``fusedconv.activations.NAMES``, of which the functions say
     more; ``order`` is "act_norm" or "norm_act". ``precision`` ("tf32", "fp32" or None for torch's
-    switches) applies to float32.
+    switches) applies to float32. With ``recompute`` training keeps no output of the convolution,
+    which the backward pass computes once more.
 
     Parameters: ``conv_transpose.weight``, ``conv_transpose.bias``, ``group_norm.weight``,
     ``group_norm.bias``. A value or type that cannot be right raises ValueError or TypeError naming

@@ -188,7 +188,8 @@ class ForwardProblem:
 
     ``layout`` is the input's: "nchw" dense channels first, "nhwc" dense channels last, "strided"
     anything else. ``aligned`` says that the input's address is a multiple of 16 bytes. ``save``
-    asks for the tensors that a backward pass needs.
+    asks for the tensors that a backward pass needs; with ``recompute`` the convolution's output is
+    not among them: that pass computes it anew.
 
     Raises ValueError where the stages cannot be: more than one bias, residual or normalisation, a
     bias that is not the first, or one without a convolution.
@@ -205,6 +206,7 @@ class ForwardProblem:
     conv: ConvTransposeGeometry | None = None
     epilogue: Epilogue = ()
     save: bool = False
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         for kind in (Bias, Residual, Norm):
@@ -252,6 +254,10 @@ class ForwardProblem:
     def norm_groups(self) -> int:
         """Groups of channels that a sample's statistics are of; 0 without such a normalisation."""
         return 0 if self.norm is None else self.norm.groups(self.output_channels)
+
+    @property
+    def saves_conv_output(self) -> bool:
+        return self.save and self.conv is not None and not self.recompute
 
     @property
     def activations(self) -> tuple[Activation, ...]:
@@ -309,6 +315,8 @@ class ForwardProblem:
         what = " -> ".join(stages) or "identity"
         mode = f"{dtype_name(self.dtype)} ({self.precision})"
         saving = ", saving for backward" if self.save else ""
+        if self.save and self.recompute:
+            saving += " without the convolution's output"
         return f"{what} on {size}, {mode}, {self.layout}{saving}"
 
 

@@ -100,7 +100,10 @@ def compose(
         x = conv_output = conv_transpose(problem.conv, x, weight, bias).to(problem.dtype)
     output, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
     return Outputs(
-        dense(output, problem.output_layout), conv_output if problem.save else None, mean, rstd
+        dense(output, problem.output_layout),
+        conv_output if problem.saves_conv_output else None,
+        mean,
+        rstd,
     )
 
 

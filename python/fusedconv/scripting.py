@@ -44,6 +44,7 @@ def conv_transpose_act_norm(
     eps: float,
     precision: str | None,
     norm: str | None,
+    recompute: bool,
 ) -> Tensor:
     """The operator; ``norm`` None and ``num_groups`` 0 leave the normalisation out."""
     return torch.ops.fusedconv.conv_transpose_act_norm_traced(
@@ -64,6 +65,7 @@ def conv_transpose_act_norm(
         precision,
         None,
         norm,
+        recompute,
     )
 
 

@@ -241,6 +241,7 @@ def direct_operator(
     given: Callable[..., Tensors],
     in_torch: Callable[[Any], Tensor],
     dispatched: Callable[..., Sequence[Tensor]],
+    recomputed: Callable[[Any], Tensor | None],
 ) -> Callable[..., Tensor]:
     """An operator as autograd follows it without the dispatcher, for calls that ``goes_direct``
     finds nobody else to see: the dispatcher takes longer than a small tensor.
@@ -248,8 +249,9 @@ def direct_operator(
     ``names`` are the tensors of the operator's call, ``gradient_names`` what a problem calls their
     gradients, ``given(*tensors)`` what a plan takes. ``in_torch(call)`` is the output in torch's
     operators, for second derivatives; ``dispatched(grad, conv_output, mean, rstd, needs, call)``
-    are the gradients for a backward pass that somebody wants to see. The result is called with a
-    plan, a call without its tensors, which autograd saves, and the tensors.
+    are the gradients for a backward pass that somebody wants to see; ``recomputed(call)`` is the
+    convolution's output where a call has left it to be computed anew, else None. The result is
+    called with a plan, a call without its tensors, which autograd saves, and the tensors.
     """
 
     class Direct(torch.autograd.Function):
@@ -288,6 +290,8 @@ def direct_operator(
                 if is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
                     found = dispatched(grad, conv_output, mean, rstd, needs, call(tensors))
                 else:
+                    if conv_output is None:
+                        conv_output = recomputed(call(tensors))
                     plan = gradient_plan(
                         ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
                     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedconv.layout import empty, owning, result_layout_of
+from fusedconv.layout import dense, empty, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     any_requires_grad,
@@ -29,6 +29,7 @@ from fusedconv.plan import BackwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import epilogue, need_what_they_read
 from fusedconv.recording import record
+from fusedconv.reference import conv_transpose
 from fusedconv.selection import run
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -39,7 +40,8 @@ _CONV = f"fusedconv::{_NAME}"
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
     "int[] dilation, int groups, str activation, str order, int num_groups, Tensor? norm_weight, "
-    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype, str? norm"
+    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype, str? norm, "
+    "bool recompute"
 )
 torch.library.define(_CONV, f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
@@ -58,19 +60,20 @@ def _given(*tensors: Any) -> Any:
     return tensors
 
 
+def _exact(call: ConvCall) -> ConvCall:
+    """With tuples, which a plan's key takes, for the schema's lists."""
+    return call._replace(
+        stride=tuple(call.stride),
+        padding=tuple(call.padding),
+        output_padding=tuple(call.output_padding),
+        dilation=tuple(call.dilation),
+    )
+
+
 def _forward(*arguments: Any) -> Saved:
     *values, save = arguments
     call = ConvCall(*values)
-    # Lists in the schema, tuples in the key of the plan.
-    plan = conv_plan(
-        call._replace(
-            stride=tuple(call.stride),
-            padding=tuple(call.padding),
-            output_padding=tuple(call.output_padding),
-            dilation=tuple(call.dilation),
-        ),
-        save,
-    )
+    plan = conv_plan(_exact(call), save)
     output, conv_output, mean, rstd = operator_outputs(call.input, run(plan, *call.tensors))
     return owning(output), conv_output, mean, rstd
 
@@ -91,7 +94,8 @@ def _forward_fake(*arguments: Any) -> Saved:
     groups = 0 if norm is None else norm.groups(conv.out_channels)
     save = save and need_what_they_read(epilogue(False, call.activation, call.order, norm))
     statistics_shape = [shape[0], groups] if save and groups else [0]
-    conv_output = input.new_empty([0]) if not save else empty(input, shape, layout, input.dtype)
+    saves_conv = save and not call.recompute
+    conv_output = empty(input, shape, layout, input.dtype) if saves_conv else input.new_empty([0])
     return (
         output,
         conv_output,
@@ -109,8 +113,19 @@ def _backward(
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
     call = ConvCall(*arguments)
+    anew = recomputed(call)
+    conv_output = conv_output if anew is None else anew
     plan = backward_plan(call, grad, conv_output, _DIFFERENTIABLE, output_mask)
     return _computed(plan, call, grad, (conv_output, mean, rstd), output_mask)
+
+
+def recomputed(call: ConvCall) -> Tensor | None:
+    """The convolution's output with its bias, where a call that saved has left it out."""
+    if not call.recompute:
+        return None
+    alone = _exact(call.convolution())
+    output = run(conv_plan(alone, False), *alone.tensors).output
+    return dense(output, result_layout_of(call.input))
 
 
 def _computed(
@@ -168,6 +183,8 @@ def backward_in_torch(
 ) -> tuple[Tensor, ...]:
     """The gradients' operator in torch's own."""
     call = ConvCall(*arguments)
+    if call.recompute:
+        conv_output = conv_transpose(call.geometries()[0], call.input, call.weight, call.bias)
     plan = torch_backward_plan(call, grad, _DIFFERENTIABLE, output_mask)
     return _computed(plan, call, grad, (conv_output, mean, rstd), output_mask)
 
@@ -242,6 +259,7 @@ direct = direct_operator(
             grad, conv_output, mean, rstd, needs, *call
         )
     ),
+    recomputed,
 )
 
 

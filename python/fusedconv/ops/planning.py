@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class ConvCall(NamedTuple):
     precision: str | None
     output_dtype: torch.dtype | None
     norm: str | None = None  # a key of fusedconv.norms.KINDS; None for "group", or none without any
+    recompute: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -106,6 +108,20 @@ class ConvCall(NamedTuple):
             norm,
             conv,
             self.bias is not None,
+            self.recompute,
+        )
+
+    def convolution(self) -> ConvCall:
+        """The convolution with its bias alone, whose output is what a forward pass saves."""
+        return self._replace(
+            activation="identity",
+            order="act_norm",
+            num_groups=0,
+            norm_weight=None,
+            norm_bias=None,
+            output_dtype=None,
+            norm=None,
+            recompute=False,
         )
 
 
@@ -165,8 +181,10 @@ def _problem(
     norm: Norm | None,
     conv: ConvTransposeGeometry | None = None,
     bias: bool = False,
+    recompute: bool = False,
 ) -> ForwardProblem:
     stages = epilogue(bias, activation, order, norm)
+    save = save and need_what_they_read(stages)
     return ForwardProblem(
         dtype=input.dtype,
         output_dtype=output_dtype or input.dtype,
@@ -178,7 +196,8 @@ def _problem(
         spatial=tuple(input.shape[2:]),
         conv=conv,
         epilogue=stages,
-        save=save and need_what_they_read(stages),
+        save=save,
+        recompute=recompute and save,
     )
 
 
@@ -235,6 +254,7 @@ def conv_plan(call: ConvCall, save: bool) -> ForwardPlan:
         precision,
         call.output_dtype,
         call.norm,
+        call.recompute,
         save,
         forced_kernels(),
     )
@@ -310,8 +330,9 @@ def torch_backward_plan(
     wanted = _wanted(call, names, needs)
     if not wanted:
         return JoinedPlan(())
+    forward = call.problem(True)
     problem = BackwardProblem.of(
-        call.problem(True),
+        dataclasses.replace(forward, recompute=False),
         grad_dtype=grad.dtype,
         grad_layout=layout_of(grad.shape, grad.stride()),
         aligned=True,
@@ -335,6 +356,8 @@ def backward_plan(
     if isinstance(call, ConvCall) and call.precision is None:
         resolved = resolve_precision(call.input.dtype, call.input.device.type, None)
         call = call._replace(precision=resolved)
+    if isinstance(call, ConvCall) and call.recompute:
+        call = call._replace(recompute=False)  # which by now has been done
     saved = call.input if conv_output is None else conv_output
     aligned = _is_aligned(grad), _is_aligned(saved)
     arguments = tuple(_hashable(value) for value in call)

@@ -52,7 +52,7 @@ def _is_exact(value: object) -> bool:
     change, and no subclass, which may compare as it likes."""
     if type(value) is tuple:
         return {*map(type, value)} <= {int}
-    return type(value) in (int, float, str, NoneType)
+    return type(value) in (bool, int, float, str, NoneType)
 
 
 def _same(value: object, known: object) -> bool:

@@ -16,18 +16,22 @@ struct Extents {
   int c, k, r;
 };
 
-// A thread for each accumulator of a task.
+// A thread for each accumulator of a task. Sums are in double: there are hundreds of parts, and a
+// strict gradient is to lose less in them than a kernel that adds all products in float32.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
-                        T* __restrict__ grad_weight) {
+    add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases, int products,
+                        int64_t product_elements, T* __restrict__ grad_weight) {
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
-  float const* source = p.partials + partial_index(p, index, 0, 0, e.r) + accumulator;
+  int64_t const first = partial_index(p, index, 0, 0, e.r) + accumulator;
   int64_t const stride = int64_t(p.warpgroups()) * e.r * (kBlock * kBlock);
-  float sum = 0.0f;
+  double sum = 0.0;
+  for (int product = 0; product < products; ++product) {
+    float const* source = p.partials + product * product_elements + first;
 #pragma unroll 12
-  for (int i = 0; i < p.splits; ++i, source += stride) sum += __ldcs(source);
+    for (int i = 0; i < p.splits; ++i, source += stride) sum += __ldcs(source);
+  }
   int rest = accumulator;
   auto const take = [&rest](int extent) {
     int const result = rest % extent;
@@ -49,20 +53,21 @@ __global__ void __launch_bounds__(kThreads)
   auto const& [depth, height, width] = phases.axes;
   int64_t const filter = int64_t(c) * (e.k / phases.count()) + to.channel;
   int64_t const line = (filter * depth.kernel + to.t) * height.kernel + to.r;
-  grad_weight[line * width.kernel + to.s] = device::from_float<T>(sum);
+  grad_weight[line * width.kernel + to.s] = device::from_float<T>(float(sum));
 }
 
 }  // namespace
 
-void add_partials(Config const& config, PhasePlanes const& phases, float const* partials,
-                  void* grad_weight, cudaStream_t stream) {
+void add_partials(Config const& config, PhasePlanes const& phases, int products,
+                  float const* partials, void* grad_weight, cudaStream_t stream) {
   ConvProblem const& c = config.problem;
   Params const p = Params::of({.config = config, .partials = const_cast<float*>(partials)});
   dim3 const grid(c.r * p.warpgroups() * kBlock * kBlock / kThreads, config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_partials_kernel<T>
-        <<<grid, kThreads, 0, stream>>>(p, {c.c, c.k, c.r}, phases, static_cast<T*>(grad_weight));
+    add_partials_kernel<T><<<grid, kThreads, 0, stream>>>(p, {c.c, c.k, c.r}, phases, products,
+                                                          config.schedule.partial_elements(),
+                                                          static_cast<T*>(grad_weight));
   });
   check_launch(config, c.n, "add_partials", cudaGetLastError());
 }

@@ -8,10 +8,11 @@
 
 namespace fusedconv::conv::sm90::wgrad {
 
-// Adds each task's partial sums in a fixed order; grad_weight is [C, K, T, R, S], contiguous, of
+// Adds each task's partial sums in a fixed order, those of several products one product after the
+// other; grad_weight is [C, K, T, R, S], contiguous, of
 // the problem's dtype. K, T, R and S are those of the weight whose phases' planes the problem's
 // output channels are.
-void add_partials(Config const& config, PhasePlanes const& phases, float const* partials,
-                  void* grad_weight, cudaStream_t stream);
+void add_partials(Config const& config, PhasePlanes const& phases, int products,
+                  float const* partials, void* grad_weight, cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::wgrad

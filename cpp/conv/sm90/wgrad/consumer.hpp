@@ -16,10 +16,6 @@
 
 namespace fusedconv::conv::sm90::wgrad {
 
-// Steps after which accumulators are added to the block's partial sums: the tensor core drops bits
-// in every addition to an accumulator, which a long sum would show.
-inline constexpr int kFlushSteps = 128;
-
 // Lines of a strip, a channel each, as copies with a swizzle of as many bytes leave them.
 template <class Traits>
 __device__ __forceinline__ uint64_t input_operand(uint32_t address) {
@@ -124,10 +120,10 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
     }
   };
   // Warpgroups add up at different times.
-  int chunk = std::max(1, kFlushSteps / kTurn * (warpgroup + 1) / p.warpgroups());
+  int chunk = std::max(1, p.flush_steps / kTurn * (warpgroup + 1) / p.warpgroups());
   while (left > 0) {
     int const count = std::min(chunk, left);
-    chunk = kFlushSteps / kTurn;
+    chunk = p.flush_steps / kTurn;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       --left;

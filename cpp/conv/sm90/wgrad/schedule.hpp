@@ -30,6 +30,11 @@ inline constexpr int kMaxFilterColumns = 3;
 inline constexpr int kMaxWarpgroups = 3;  // of a block: for columns, or groups of output channels
 static_assert(kMaxFilterColumns <= kMaxWarpgroups);
 inline constexpr int kMaxStages = 16;
+// Steps after which accumulators are added to the block's partial sums: the tensor core drops bits
+// in every addition to an accumulator, which a long sum would show. A step is up to four additions;
+// after 128 of them sums are 9e-6 of themselves too small, more than strict fp32 allows.
+inline constexpr int kFlushSteps = 128;
+inline constexpr int kStrictFlushSteps = 2;
 inline constexpr int kHeaderBytes = 1024;  // barriers
 
 // Elements from one line to the next in tensors whose lines are padded to kLineAlignment.
@@ -57,6 +62,7 @@ struct Schedule {
   // Of a stage.
   int input_bytes() const { return kBlock * strip_bytes(); }
   int grad_bytes() const { return groups * kBlock * pitch_bytes; }
+  int64_t partial_elements() const { return partial_bytes / int64_t(sizeof(float)); }
 };
 
 // problem: the convolution that the forward pass lowers to, with its batch; aligned: the tensors'

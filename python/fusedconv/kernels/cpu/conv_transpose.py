@@ -73,7 +73,7 @@ class ConvTransposePlan(ForwardPlan):
         rest = dataclasses.replace(problem, epilogue=(), output_dtype=problem.dtype, save=False)
         if isinstance(form, ActNormAct) and (stages or not lies or dtype != problem.output_dtype):
             self.fused = Stages(problem, form, layout, dtype)
-        if problem.save and not (lies and dtype == problem.dtype):
+        if problem.saves_conv_output and not (lies and dtype == problem.dtype):
             self.stored = Stages(
                 rest, ActNormAct(False, "identity", None, "identity"), layout, dtype
             )
@@ -103,7 +103,7 @@ class ConvTransposePlan(ForwardPlan):
         assert weight is not None
         x = self.convolution.run(input, weight, bias)
         conv_output = None
-        if problem.save:
+        if problem.saves_conv_output:
             conv_output = x if self.stored is None else self.stored.run(x, None, None)[0]
         if self.fused is not None:
             # New memory takes longer to come by than to write.
@@ -157,7 +157,7 @@ class CpuConvTranspose(ForwardKernel):
             total += device.copy_milliseconds(_NORM_PASSES / 2 * moved)
         elif stages or not lies or convolution.dtype != problem.output_dtype:
             total += device.copy_milliseconds(_PASSES / 2 * moved)
-        if problem.save and not (lies and convolution.dtype == problem.dtype):
+        if problem.saves_conv_output and not (lies and convolution.dtype == problem.dtype):
             total += device.copy_milliseconds(_PASSES / 2 * moved)
         return total
 

@@ -132,7 +132,7 @@ class BoxesSm90(TapsRow):
             and form.norm is not None
             and form.norm.kind == "layer"
             and form.before == "identity"
-            and not problem.save
+            and not problem.saves_conv_output
             and not goes_through_scratch(problem)
             and bool(self.config(problem, device).holds_pixels)
         )
@@ -169,7 +169,7 @@ class BoxesSm90(TapsRow):
         output = program.scratch(problem.output_elements // problem.batch * problem.dtype.itemsize)
         program.conv_layout = "nhwc"
         partials = self.convolve(program, config, output)
-        if problem.save:
+        if problem.saves_conv_output:
             program.save_conv_output(output, row_channels=problem.output_channels)
         if self.passes(problem, device) == 0:
             program.transpose(output, program.output, row_channels=problem.output_channels)

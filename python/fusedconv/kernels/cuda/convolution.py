@@ -173,7 +173,7 @@ class ConvolutionRow(ForwardKernel):
         partials = program.absent
         if program.groups and self.takes_moments:
             partials = program.scratch(config.partial_bytes_per_sample)
-        activates = self.takes_moments or not program.problem.save
+        activates = self.takes_moments or not program.problem.saves_conv_output
         activation, affine = program.form.before if activates else "identity", {}
         if scales_in_epilogue(program.problem):
             activation = program.form.after
@@ -182,7 +182,7 @@ class ConvolutionRow(ForwardKernel):
             self.room.Convolve(
                 config,
                 activation=COMPILED[activation],
-                activates_output=not (self.takes_moments and program.problem.save),
+                activates_output=not (self.takes_moments and program.problem.saves_conv_output),
                 input=program.input,
                 filter=filter,
                 bias=program.bias,
@@ -198,7 +198,7 @@ class ConvolutionRow(ForwardKernel):
         problem, form = program.problem, program.form
         # A saved convolution output is kept as it is before the activation, which then is applied
         # once for the moments and once more behind them.
-        before = form.before if problem.save else "identity"
+        before = form.before if problem.saves_conv_output else "identity"
         return group_norm_problem(
             problem,
             ActNormAct(False, before, form.norm, form.after),
@@ -269,13 +269,13 @@ class InPlaceRow(ConvolutionRow):
         assert isinstance(form, ActNormAct)
         if scales_in_epilogue(problem):
             return 0
-        done = form.norm is None and form.after == "identity" and not problem.save
+        done = form.norm is None and form.after == "identity" and not problem.saves_conv_output
         return 0 if done and problem.output_dtype == problem.dtype else 1
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
-        if problem.save:
+        if problem.saves_conv_output:
             output = program.conv_output
         elif goes_through_scratch(problem):
             size = problem.output_elements // problem.batch * problem.dtype.itemsize
@@ -302,7 +302,7 @@ class InPlaceRow(ConvolutionRow):
             )
             return
         if not self.takes_moments:
-            before = program.form.before if program.problem.save else "identity"
+            before = program.form.before if program.problem.saves_conv_output else "identity"
             program.normalise(input, input_layout=program.conv_layout, before=before)
             return
         norm, statistics = self.statistics(program, config, partials)
@@ -338,7 +338,7 @@ def scales_in_epilogue(problem: ForwardProblem) -> bool:
     """Whether the convolution's epilogue has the problem's affine map: not where the convolution's
     output is saved."""
     form = act_norm_act(problem.epilogue, frozenset(KINDS))
-    return not problem.save and isinstance(form, ActNormAct) and _is_affine(form)
+    return not problem.saves_conv_output and isinstance(form, ActNormAct) and _is_affine(form)
 
 
 def _is_affine(form: ActNormAct) -> bool:
@@ -347,4 +347,4 @@ def _is_affine(form: ActNormAct) -> bool:
 
 def goes_through_scratch(problem: ForwardProblem) -> bool:
     """Whether the convolution's output is of another dtype than the result."""
-    return not problem.save and problem.output_dtype != problem.dtype
+    return not problem.saves_conv_output and problem.output_dtype != problem.dtype

@@ -271,9 +271,9 @@ class ForwardProgram:
         self.norm_weight = tensor(NORM_WEIGHT, 0)
         self.norm_bias = tensor(NORM_BIAS, 0)
         self.output = tensor(OUTPUT, output * problem.output_dtype.itemsize)
-        saves = problem.save
-        self.conv_output = tensor(CONV_OUTPUT, output * size) if saves else self.absent
-        saves_moments = saves and self.groups > 0
+        saves_conv = problem.saves_conv_output
+        self.conv_output = tensor(CONV_OUTPUT, output * size) if saves_conv else self.absent
+        saves_moments = problem.save and self.groups > 0
         self.mean = tensor(MEAN, 4 * self.groups) if saves_moments else self.absent
         self.rstd = tensor(RSTD, 4 * self.groups) if saves_moments else self.absent
 
@@ -426,7 +426,7 @@ class ProgramPlan(ForwardPlan):
         self._output_strides = dense_strides(problem.output_shape, problem.output_layout)
         self._output_dtype = problem.output_dtype
         self._saves = problem.save
-        self._saves_conv = problem.save and problem.conv is not None
+        self._saves_conv = problem.saves_conv_output
         self._conv_dtype = problem.dtype
         self._statistics_shape = (problem.batch, program.groups) if program.groups else None
 

@@ -214,18 +214,18 @@ class CutlassSm80(ForwardKernel):
 
         # A saved convolution output is kept as it is before the activation, which then moves into
         # the passes behind it.
-        in_epilogue = "identity" if problem.save else form.before
-        behind = form.before if problem.save else "identity"
+        in_epilogue = "identity" if problem.saves_conv_output else form.before
+        behind = form.before if problem.saves_conv_output else "identity"
         dense = problem.output_layout == "nhwc" and padded_k == k
         writes_output = (
             form.norm is None
-            and not problem.save
+            and not problem.saves_conv_output
             and dense
             and problem.output_dtype == problem.dtype
         )
         if writes_output:
             conv_output = program.output
-        elif problem.save and dense:
+        elif problem.saves_conv_output and dense:
             conv_output = program.conv_output
         else:
             conv_output = program.scratch(output_bytes)
@@ -240,7 +240,7 @@ class CutlassSm80(ForwardKernel):
                 output=conv_output,
             )
         )
-        if problem.save and not dense:
+        if problem.saves_conv_output and not dense:
             program.save_conv_output(conv_output, row_channels=padded_k)
         if not writes_output:
             program.normalise(

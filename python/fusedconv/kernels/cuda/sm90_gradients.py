@@ -2,17 +2,16 @@
 
 The input's gradient is a convolution of the output's gradient with the filter read backwards and
 its channel axes swapped, which the rows of ``sm90_runs`` compute. The weight's gradient is a sum
-over positions, in a fixed number of parts that are added in a fixed order: the same bits on every
-device. Both read tensors whose lines begin at multiples of 16 bytes; others are padded first, and
-the bias's gradient is summed on the way. All of them share one padded output gradient. Where there
-is a stride, it is split into planes of the stride's phases, as ``phase_planes`` has it, and all
-else is as with stride 1. Channels last is transposed to channels first, and back.
+over positions (``sm90_weight``). Both read tensors whose lines begin at multiples of 16 bytes;
+others are padded first, and the bias's gradient is summed on the way. All of them share one padded
+output gradient. Where there is a stride, it is split into planes of the stride's phases, as
+``phase_planes`` has it, and all else is as with stride 1. Channels last is transposed to channels
+first, and back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import CONTIGUOUS_STEP, conv_problem
+from fusedconv.kernels.compiled import CONTIGUOUS_STEP
 from fusedconv.kernels.cuda.gradient_tensors import (
     GradForm,
     copies_to_channels_last,
@@ -38,11 +37,9 @@ from fusedconv.kernels.cuda.gradient_tensors import (
 )
 from fusedconv.kernels.cuda.phase_planes import (
     Summed,
-    compiled_phases,
     holds_all,
     input_convolution,
     is_strided,
-    of_planes,
     pack_phases,
     split,
     split_milliseconds,
@@ -62,9 +59,9 @@ from fusedconv.kernels.cuda.program import (
     supports_only,
     supports_precision,
 )
-from fusedconv.kernels.cuda.sm90 import only_phase
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
+from fusedconv.kernels.cuda.sm90_weight import WeightSm90
 from fusedconv.kernels.cuda.transposing import (
     has_whole_vectors,
     transpose_to_channels_last,
@@ -97,18 +94,10 @@ _GRAD_NAME = "the output's gradient"
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What the estimate of the weight's gradient multiplies, in cycles of a multiprocessor."""
+    """What the estimate of the gradients multiplies."""
 
-    #: A line of a whole strip for one filter tap, on the tensor cores.
-    tap: float
-    #: A line, and a byte of it that lands in shared memory, where products take less.
-    line: float
-    staged_byte: float
-    #: What a block costs beside its lines, in lines.
-    block_lines: float
-    #: Times what copying both tensors takes, where all that takes less.
-    passes: float
-    #: An element of the weight and of its gradient, which are not read and written in order.
+    #: An element of the weight and of its gradient, which are not read and written in order, in
+    #: cycles of a multiprocessor.
     scattered: float
     #: Transposing a tensor between the layouts, times what copying it takes.
     transposing: float
@@ -116,42 +105,25 @@ class CostConstants:
 
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
 #: layers, most of them of real models.
-COSTS = CostConstants(
-    tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5, scattered=4.0,
-    transposing=1.4,
-)  # fmt: skip
+COSTS = CostConstants(scattered=4.0, transposing=1.4)
 #: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
 #: than the forward pass's: from the same layers.
 PLANE_COSTS = dataclasses.replace(RUN_COSTS, crowded_byte=0.053)
 
 
-@functools.lru_cache(maxsize=4096)
-def _weight_config(row: int, forward: ForwardProblem, device: Device) -> Any:
-    room = _C.sm90.wgrad
-    planes = of_planes(forward)
-    assert isinstance(planes, ForwardProblem)
-    return room.Config(
-        room.rows()[row],
-        problem=conv_problem(only_phase(planes), planes.channels, planes.output_channels),
-        batch=forward.batch,
-        layout=_C.Layout.nchw,
-        device=device.compiled,
-    )
-
-
 class GradientsSm90(BackwardKernel):
-    """One way to form products: rows that convolve the output's gradient, and the indices of rows
-    of the weight's gradient, if it has any."""
+    """One way to form products: rows that convolve the output's gradient, and how the weight's
+    gradient is summed."""
 
     provider = "gradients_sm90"
+    computes = frozenset({"input", "weight", "bias"})
 
-    def __init__(self, math: Any, input_rows: list[RunsSm90], weight_rows: list[int]) -> None:
+    def __init__(self, math: Any, input_rows: list[RunsSm90]) -> None:
         traits = _C.math_traits(math)
         self.name = f"sm90_gradients_{traits.name}"
         self.precision: str = traits.precision
-        self.computes = frozenset({"input", "bias"} | ({"weight"} if weight_rows else set()))
         self._input_rows = input_rows
-        self._weight_rows = weight_rows
+        self._weight = WeightSm90(math)
 
     def input_row(self, problem: BackwardProblem, device: Device) -> RunsSm90 | Support:
         """The row that computes the input's gradient."""
@@ -168,11 +140,6 @@ class GradientsSm90(BackwardKernel):
             return row
         return support
 
-    def weight_config(self, problem: BackwardProblem, device: Device) -> Any:
-        """Of the row that computes the weight's gradient, where its ``support`` says so."""
-        configs = [_weight_config(row, problem.forward, device) for row in self._weight_rows]
-        return next((config for config in configs if config.support), configs[-1])
-
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         convolution = input_convolution(problem.forward)
         if isinstance(convolution, Support):
@@ -188,24 +155,30 @@ class GradientsSm90(BackwardKernel):
         assert conv is not None and convolution.conv is not None
         if conv.groups != 1:
             return Support.no(f"groups is {conv.groups}, only 1 is served")
-        products = conv.out_channels * math.prod(conv.kernel_size)
+        if "input" in problem.gradients:
+            products = conv.out_channels * math.prod(conv.kernel_size)
+            padded = convolution.channels * math.prod(convolution.conv.kernel_size)
+            if self.precision == "fp32" and padded > MOST_STRICT_ZEROS * products:
+                return Support.no(
+                    f"planes' filters have {padded} taps for {products}; sums are as exact as "
+                    f"eager's up to {MOST_STRICT_ZEROS} times as many in strict fp32"
+                )
+            row = self._strict_sum(products) and self.input_row(problem, device)
+            if isinstance(row, Support):
+                return row
+        if "weight" in problem.gradients:
+            positions = problem.forward.batch * math.prod(problem.forward.spatial)
+            support = self._strict_sum(positions)
+            return support and self._weight.supports(problem.forward, device)
+        return Support.yes()
+
+    def _strict_sum(self, products: int) -> Support:
+        """Whether a gradient that sums so many products is as exact as strict fp32 asks for."""
         if self.precision == "fp32" and products < SHORTEST_STRICT_SUM:
             return Support.no(
                 f"a gradient sums {products} products, 3xTF32 is as exact as fp32 from "
                 f"{SHORTEST_STRICT_SUM} on"
             )
-        padded = convolution.channels * math.prod(convolution.conv.kernel_size)
-        if self.precision == "fp32" and padded > MOST_STRICT_ZEROS * products:
-            return Support.no(
-                f"planes' filters have {padded} taps for {products}; sums are as exact as eager's "
-                f"up to {MOST_STRICT_ZEROS} times as many in strict fp32"
-            )
-        if "input" in problem.gradients:
-            row = self.input_row(problem, device)
-            if isinstance(row, Support):
-                return row
-        if "weight" in problem.gradients:
-            return Support.of(self.weight_config(problem, device).support)
         return Support.yes()
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
@@ -221,8 +194,6 @@ class GradientsSm90(BackwardKernel):
         cycles = weights * costs.scattered / max(1, device.multiprocessors)
         scattered = cycles * 1e3 / device.clock_hertz
         total = device.launch_milliseconds  # of one plan, however many parts it computes
-        planes = of_planes(forward)
-        assert isinstance(planes, ForwardProblem) and planes.conv is not None
         splits = splits_grad(problem)
         # The gradient of a normalisation comes with padded lines.
         pads = pads_grad(problem) and (forward.norm is None or forward.output_layout == "nhwc")
@@ -245,20 +216,7 @@ class GradientsSm90(BackwardKernel):
             run_costs = PLANE_COSTS if splits else RUN_COSTS
             total += row.estimate(convolution, device, run_costs)
         if "weight" in gradients:
-            config = self.weight_config(problem, device)
-            taps = math.prod(planes.conv.kernel_size[-2:])
-            tap = costs.tap * config.groups * config.halves / 2
-            line = max(taps * tap, costs.line + config.stage_bytes * costs.staged_byte)
-            blocks = config.tasks * config.splits
-            waves = math.ceil(blocks / max(1, device.multiprocessors))
-            lines = waves * (math.ceil(config.steps / config.splits) + costs.block_lines)
-            read = (forward.input_elements + planes.output_elements) * size
-            total += max(
-                lines * line * 1e3 / device.clock_hertz,
-                costs.passes * device.copy_milliseconds(read),
-            )
-            total += device.copy_milliseconds(2 * config.partial_bytes)
-            total += 3 * device.launch_milliseconds
+            total += self._weight.milliseconds(forward, device)
         return total + scattered * len(gradients & {"input", "weight"})
 
     def compile(self, problem: BackwardProblem, device: Device) -> GradientsSm90Plan:
@@ -329,20 +287,8 @@ class GradientsSm90(BackwardKernel):
             )
         if pads_input(problem):
             given = program.padded_input(given, forward.channels, spatial)
-        config = self.weight_config(problem, device)
-        partials = program.scratch(0, config.partial_bytes)
-        room = _C.sm90.wgrad
-        compiled.per_chunk(
-            room.SumProducts(config, input=given, grad_output=program.input, partials=partials)
-        )
-        assert forward.conv is not None
-        compiled.per_chunk(
-            room.AddPartials(
-                config,
-                partials=partials,
-                grad_weight=compiled.tensor(GRAD_WEIGHT, 0),
-                phases=compiled_phases(forward.conv) if is_strided(forward) else None,
-            )
+        self._weight.append(
+            program, forward, device, given, compiled.tensor(GRAD_WEIGHT, 0), name=_GRAD_NAME
         )
 
 
@@ -472,7 +418,7 @@ class GradientsSm90Plan(BackwardPlan):
 def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltBackward("sm90_gradients", GradientsSm90.provider)]
-    runs, weights = _C.sm90.runs, _C.sm90.wgrad.rows()
+    runs = _C.sm90.runs
     maths = dict.fromkeys(row.math for row in runs.rows())
     return [
         GradientsSm90(
@@ -482,7 +428,6 @@ def kernels() -> list[Kernel]:
                 for index, row in enumerate(runs.rows())
                 if row.math == math and not row.interleaves
             ],
-            [index for index, row in enumerate(weights) if row.math == math],
         )
         for math in maths
     ]

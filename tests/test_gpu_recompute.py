@@ -1,0 +1,80 @@
+"""Training that keeps no output of the convolution, on a GPU: gradients and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_checks import poison
+from reference import relative_error
+
+from fusedconv.benchmark import DTYPES
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.layout import layout_of
+
+pytestmark = pytest.mark.gpu
+
+STAGES = {
+    "group": {"activation": "gelu", "num_groups": 8},
+    "group behind": {"activation": "relu", "num_groups": 4, "order": "norm_act"},
+    "instance": {"activation": "gelu", "norm": "instance", "order": "norm_act"},
+    "layer": {"activation": "gelu", "norm": "layer", "order": "norm_act"},
+    "affine": {"activation": "relu", "norm": "affine", "order": "norm_act"},
+    "activation": {"activation": "silu"},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("precision", ["tf32", "fp32", "fp16", "bf16"])
+def test_against_fp64(precision, stride, layout, stage, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    dtype = DTYPES[precision]
+    torch.manual_seed(0)
+    form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    x = torch.randn(3, 32, 40, 36, device="cuda").contiguous(memory_format=form)
+    tensors = [x, torch.randn(32, 64, 2, 2, device="cuda") / 8, torch.randn(64, device="cuda")]
+    if "num_groups" in STAGES[stage] or "norm" in STAGES[stage]:
+        tensors += [torch.randn(64, device="cuda") for _ in range(2)]
+
+    def gradients(dtype: torch.dtype, **keywords: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        names = dict(zip(("norm_weight", "norm_bias"), leaves[3:], strict=False))
+        output = conv_transpose_act_norm(
+            *leaves[:3], stride=stride, **STAGES[stage], **names, **keywords
+        )
+        generator = torch.Generator("cuda").manual_seed(1)
+        grad = torch.randn(output.shape, generator=generator, device="cuda").to(dtype)
+        return (output, *torch.autograd.grad(output, leaves, grad.contiguous(memory_format=form)))
+
+    poison()
+    anew = gradients(dtype, recompute=True)
+    kept = gradients(dtype)
+    tensors = [tensor.to(dtype) for tensor in tensors]  # what was rounded on the way in
+    exact = gradients(torch.float64)
+    assert layout_of(anew[1].shape, anew[1].stride()) == layout
+    floor = {"tf32": 1e-4, "fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2}[precision]
+    for found, other, right in zip(anew, kept, exact, strict=True):
+        # The convolution's output may come from another kernel than the statistics.
+        assert relative_error(found, right) <= 1.5 * relative_error(other, right) + floor
+
+
+@pytest.mark.parametrize("stage", ["group", "layer", "affine", "activation"])
+def test_a_tensor_of_the_outputs_size_is_not_kept(stage):
+    x = torch.randn(8, 64, 128, 128, device="cuda", requires_grad=True)
+    weight = torch.randn(64, 64, 3, 3, device="cuda", requires_grad=True)
+    affine = {}
+    if stage != "activation":
+        names = ("norm_weight", "norm_bias")
+        affine = {name: torch.randn(64, device="cuda", requires_grad=True) for name in names}
+
+    def held(**keywords: bool) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        output = conv_transpose_act_norm(x, weight, **STAGES[stage], **affine, **keywords)
+        size = output.numel() * output.element_size()
+        return torch.cuda.memory_allocated() - before - size
+
+    size = 8 * 64 * 130 * 130 * 4
+    assert held() >= size
+    assert held(recompute=True) <= size // 100

@@ -31,8 +31,10 @@ from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels import onednn
 from fusedconv.kernels.cpu.conv_gradients import WidenedGradients
 from fusedconv.kernels.cpu.conv_gradients import kernels as gradient_kernels
+from fusedconv.kernels.cpu.conv_transpose import FORMS
 from fusedconv.kernels.cpu.conv_transpose import kernels as forward_kernels
-from fusedconv.kernels.cpu.convolution import FORMS, as_stored
+from fusedconv.kernels.cpu.convolution import as_stored
+from fusedconv.kernels.cpu.direct import kernels as direct_kernels
 from fusedconv.plan import BackwardTensors
 from fusedconv.precision import precisions_of
 from fusedconv.reference import convolution_gradients
@@ -167,7 +169,9 @@ def test_every_form_serves_cases_of_every_dtype():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", gradient_kernels(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [*gradient_kernels(), *direct_kernels()], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=["narrow", "wide"])
 def test_gradients_are_as_exact_as_torchs(kernel, case, dtype, layout, grad_dtype):
     """``grad_dtype`` is float32 behind an epilogue, whatever the problem's."""
@@ -219,6 +223,7 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         "cpu_channels_last": (4, 2),
         "cpu_ordinary_convolution": (3, 1),
         "cpu_matrix_product": (2, 2),
+        "cpu_direct": (3, 2),
     }[kernel]
     shape, arguments = (2, 8, 9, 11), {"stride": stride}
     x, weight, bias = tensors(shape, 12, kernel_size, {}, dtype, layout)
@@ -336,7 +341,7 @@ def test_refusals_of_gradients(case, dtype, wanted, reasons):
     [
         ((2, 64, 128, 128), 64, 3, {}, "nchw", "cpu_ordinary_convolution"),
         ((2, 64, 128, 128), 64, 3, {}, "nhwc", "torch"),
-        ((1, 512, 14, 14), 256, 3, {}, "nchw", "torch"),
+        ((1, 512, 14, 14), 256, 3, {}, "nchw", "cpu_conv_transpose"),
         ((2, 64, 64, 64), 64, 1, {}, "nchw", "cpu_matrix_product"),
         ((2, 64, 64, 64), 64, 4, {"stride": 2, "padding": 1}, "nhwc", "torch"),
         ((4, 64, 4096), 64, 3, {"padding": 1}, "nchw", "cpu_ordinary_convolution"),

@@ -16,7 +16,7 @@ import fusedconv
 from fusedconv import ForwardProblem
 from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda.convolution import by_axis
+from fusedconv.kernels.compiled import by_axis
 from fusedconv.kernels.cuda.direct import Direct
 from fusedconv.registry import registry
 from fusedconv.selection import choose

@@ -70,6 +70,8 @@ USE_COMPILED = {
     "precision",
     "kernels.compiled",
     "kernels.cpu.conv_gradients",
+    "kernels.cpu.convolution",
+    "kernels.cpu.direct",
     "kernels.cpu.group_norm",
     "selection",
     "winners",
@@ -229,7 +231,7 @@ ROOMS = {
     "include": (),
     "program": ("include",),
     "cuda": ("include",),
-    "cpu": ("include",),
+    "cpu": ("include", "conv"),  # conv/transposed.hpp's geometry
     "layout": ("include", "program", "cuda", "conv"),  # conv/problem.hpp's filters
     "groupnorm": ("include", "program", "cuda"),
     "layernorm": ("include", "program", "cuda", "groupnorm"),

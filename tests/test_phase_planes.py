@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fusedconv
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda.convolution import by_axis
+from fusedconv.kernels.compiled import by_axis
 from fusedconv.kernels.cuda.phase_planes import (
     MOST_PHASES,
     compiled_phases,

@@ -17,8 +17,8 @@ import fusedconv
 from fusedconv import ForwardProblem
 from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
+from fusedconv.kernels.compiled import by_axis
 from fusedconv.kernels.cuda import taps, taps_sm90
-from fusedconv.kernels.cuda.convolution import by_axis
 from fusedconv.lowering import lower
 from fusedconv.registry import registry
 from fusedconv.selection import choose

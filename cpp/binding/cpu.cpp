@@ -3,6 +3,7 @@
 
 #include "binding/binding.hpp"
 #include "cpu/channel_sums.hpp"
+#include "cpu/direct.hpp"
 #include "cpu/group_norm.hpp"
 #include "cpu/huge_pages.hpp"
 #include "cpu/layer_norm.hpp"
@@ -87,6 +88,50 @@ void bind_cpu(py::module_& m) {
       py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"),
       "The gradients of it. Addresses of dense tensors; 0 where weight or bias is absent or a "
       "gradient is not wanted.");
+  room.def(
+      "direct_convolution",
+      [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, uintptr_t input,
+         uintptr_t weight, uintptr_t bias, uintptr_t output, int threads) {
+        py::gil_scoped_release const release;
+        cpu::direct_convolution(problem, dtype, batch,
+                                {.input = address<void>(input),
+                                 .weight = address<float>(weight),
+                                 .bias = address<float>(bias),
+                                 .output = address<void>(output)},
+                                threads);
+      },
+      py::arg("problem"), py::arg("dtype"), py::arg("batch"), py::arg("input"), py::arg("weight"),
+      py::arg("bias"), py::arg("output"), py::arg("threads"),
+      "A transposed convolution of few channels a group. Addresses of dense tensors, weight and "
+      "bias of float32; 0 where there is no bias.");
+  room.def(
+      "direct_input_gradient",
+      [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, uintptr_t grad_output,
+         uintptr_t weight, uintptr_t grad_input, int threads) {
+        py::gil_scoped_release const release;
+        cpu::direct_input_gradient(problem, dtype, batch,
+                                   {.weight = address<float>(weight),
+                                    .grad_output = address<void>(grad_output),
+                                    .grad_input = address<void>(grad_input)},
+                                   threads);
+      },
+      py::arg("problem"), py::arg("dtype"), py::arg("batch"), py::arg("grad_output"),
+      py::arg("weight"), py::arg("grad_input"), py::arg("threads"),
+      "The input's gradient of it. Addresses of dense tensors, the weight of float32.");
+  room.def(
+      "direct_weight_gradient",
+      [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, uintptr_t input,
+         uintptr_t grad_output, uintptr_t grad_weight, int threads) {
+        py::gil_scoped_release const release;
+        cpu::direct_weight_gradient(problem, dtype, batch,
+                                    {.input = address<void>(input),
+                                     .grad_output = address<void>(grad_output),
+                                     .grad_weight = address<float>(grad_weight)},
+                                    threads);
+      },
+      py::arg("problem"), py::arg("dtype"), py::arg("batch"), py::arg("input"),
+      py::arg("grad_output"), py::arg("grad_weight"), py::arg("threads"),
+      "The weight's gradient of it, of float32. Addresses of dense tensors.");
 }
 
 }  // namespace fusedconv::binding

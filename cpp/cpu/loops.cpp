@@ -16,6 +16,7 @@
   namespace fusedconv::cpu::name {           \
   extern ForwardLoops const forward_loops;   \
   extern BackwardLoops const backward_loops; \
+  extern DirectLoops const direct_loops;     \
   }
 FUSEDCONV_INSTRUCTION_SETS(FUSEDCONV_DECLARE)
 #undef FUSEDCONV_DECLARE
@@ -40,8 +41,10 @@ bool runs(std::string_view name) {
 
 std::vector<Loops> available() {
   std::vector<Loops> found;
-#define FUSEDCONV_ADD(name) \
-  if (runs(#name)) found.push_back({#name, name::forward_loops, name::backward_loops});
+#define FUSEDCONV_ADD(name)                                                                  \
+  if (runs(#name)) {                                                                         \
+    found.push_back({#name, name::forward_loops, name::backward_loops, name::direct_loops}); \
+  }
   FUSEDCONV_INSTRUCTION_SETS(FUSEDCONV_ADD)
 #undef FUSEDCONV_ADD
   return found;

@@ -1,4 +1,4 @@
-// The inner loops of the processor's GroupNorm. Each instruction set has its own tables of them;
+// The inner loops of the processor's kernels. Each instruction set has its own tables of them;
 // loops() gives those of the processor at hand.
 #pragma once
 
@@ -73,10 +73,34 @@ struct BackwardLoops {
   GradientOfRows* gradient_of_rows[kDTypes][kDTypes][kPlaces];
 };
 
+// Of convolutions of few channels, on lines in float32. Arrays have room for kRoom more than they
+// hold; loops read and write whole vectors.
+
+// to[i] = start + the sum of weights[term] * sources[term][i]; terms are summed by groups of so
+// many.
+using AddProducts = void(float const* const* sources, float const* weights, int64_t terms,
+                         int64_t group, int64_t count, float start, float* to);
+// Adds to sums[tap * kRoom + lane] the sum of x[i] * sources[tap][i] over a lane's i; what is
+// behind `count` is zeros.
+using AddDots = void(float const* x, float const* const* sources, int64_t taps, int64_t count,
+                     float* sums);
+// to[i * stride + phase] = phases[phase * room + i], for i < count.
+using Join = void(float const* phases, int64_t room, int64_t stride, int64_t count, float* to);
+// phases[phase * room + i] = x[i * stride + phase], for i < room, which is whole vectors.
+using Part = void(float const* x, int64_t stride, int64_t room, float* phases);
+
+struct DirectLoops {
+  AddProducts* add_products;
+  AddDots* add_dots;
+  Join* join;
+  Part* part;
+};
+
 struct Loops {
   char const* instruction_set;
   ForwardLoops const& forward;
   BackwardLoops const& backward;
+  DirectLoops const& direct;
 };
 
 // Those of the widest instruction set that both the build and the processor have. The environment

@@ -52,18 +52,6 @@ void apply_to_rows(void const* from, void* to, int64_t count, int64_t lanes, flo
   }
 }
 
-// Vectors whose elements alternate: the first halves of a and b, or the second.
-template <int begin>
-FUSEDCONV_INLINE Floats interleave(Floats a, Floats b) {
-  return [=]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
-#ifdef __clang__
-    return __builtin_shufflevector(a, b, (begin + lane / 2 + lane % 2 * kWidth)...);
-#else
-    return __builtin_shuffle(a, b, Integers{(begin + lane / 2 + lane % 2 * kWidth)...});
-#endif
-  }(std::make_integer_sequence<int, kWidth>{});
-}
-
 template <class To>
 void transpose(float const* x, int64_t rows, int64_t columns, void* to, int64_t stride) {
   auto* y = static_cast<To*>(to);

@@ -48,6 +48,32 @@ FUSEDCONV_INLINE Integers lane_index() {
   }(std::make_integer_sequence<int, kWidth>{});
 }
 
+// ---- Shuffles ----
+
+// Vectors whose elements alternate: the first halves of a and b, or the second.
+template <int begin>
+FUSEDCONV_INLINE Floats interleave(Floats a, Floats b) {
+  return [=]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (begin + lane / 2 + lane % 2 * kWidth)...);
+#else
+    return __builtin_shuffle(a, b, Integers{(begin + lane / 2 + lane % 2 * kWidth)...});
+#endif
+  }(std::make_integer_sequence<int, kWidth>{});
+}
+
+// The elements of a and then of b at even places, or at odd ones.
+template <int parity>
+FUSEDCONV_INLINE Floats every_second(Floats a, Floats b) {
+  return [=]<int... lane>(std::integer_sequence<int, lane...>) __attribute__((always_inline)) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (2 * lane + parity)...);
+#else
+    return __builtin_shuffle(a, b, Integers{(2 * lane + parity)...});
+#endif
+  }(std::make_integer_sequence<int, kWidth>{});
+}
+
 // ---- Conversions ----
 
 // Instructions by name where there are some: of these vectors compilers convert halves, or element

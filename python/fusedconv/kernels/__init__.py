@@ -2,6 +2,7 @@
 
 from fusedconv.kernels import torch
 from fusedconv.kernels.cpu import conv_gradients, conv_transpose
+from fusedconv.kernels.cpu import direct as cpu_direct
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
 from fusedconv.kernels.cuda import (
     boxes_sm90,
@@ -28,6 +29,7 @@ def built_in() -> list[Kernel]:
         cpu_group_norm,
         conv_transpose,
         conv_gradients,
+        cpu_direct,
         sm80,
         sm90,
         sm90_runs,

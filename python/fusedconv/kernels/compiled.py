@@ -11,11 +11,15 @@ from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.lowering import Phase
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
-from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
 #: What a plan says first of an input that no kernel reads as it lies.
 CONTIGUOUS_STEP = "torch copy of the strided input to contiguous NCHW"
+
+#: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
+MOST_PIXELS = 1 << 30
+MOST_TAPS = 1 << 20
 
 
 def address(tensor: Tensor | None) -> int:
@@ -41,6 +45,48 @@ def supports_compiled(problem: ForwardProblem, ungrouped: frozenset[str] = froze
     if problem.input_elements == 0 or problem.output_elements == 0:
         return Support.no("the input is empty")
     return Support.yes()
+
+
+def by_axis(values: tuple[int, ...], filler: int = 1) -> tuple[int, int, int]:
+    """By depth, height and width, with ``filler`` for the leading axes that a problem lacks."""
+    one, two, three = (*(filler,) * (3 - len(values)), *values)
+    return one, two, three
+
+
+def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
+    """Whether positions, pixels and taps can be counted in 32 bits."""
+    output = conv.output_spatial(spatial)
+    # Before the output is cropped by the padding.
+    whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
+    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
+        return Support.no(
+            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
+            f"counted to {MOST_PIXELS}"
+        )
+    taps = math.prod(conv.kernel_size)
+    if taps >= MOST_TAPS:
+        return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
+    return Support.yes()
+
+
+def transposed_problem(
+    conv: ConvTransposeGeometry, spatial: tuple[int, ...], layout: str, aligned: bool
+) -> _C.TransposedProblem:
+    """A transposed convolution whose tensors a kernel meets in ``layout``, at addresses that are
+    multiples of 16 bytes if ``aligned``."""
+    return _C.TransposedProblem(
+        channels=conv.in_channels // conv.groups,
+        output_channels=conv.out_channels // conv.groups,
+        groups=conv.groups,
+        input=by_axis(spatial),
+        output=by_axis(conv.output_spatial(spatial)),
+        kernel=by_axis(conv.kernel_size),
+        stride=by_axis(conv.stride),
+        padding=by_axis(conv.padding, 0),
+        dilation=by_axis(conv.dilation),
+        layout=_C.Layout[layout],
+        aligned=aligned,
+    )
 
 
 def conv_problem(phase: Phase, channels: int, output_channels: int) -> _C.ConvProblem:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from fusedconv.device import AVX512_BYTES, Device
+from fusedconv.layout import Layout, result_layout
 from fusedconv.problem import ForwardProblem
 
 #: What a call of an operator costs, in launches.
@@ -28,6 +29,19 @@ _PLAIN_LOOPS = 1 / 8
 _WEIGHT_GRADIENT = 0.6
 #: Passes over the output's gradient that the bias's takes on channels last.
 _BIAS_PASSES_LAST = 4.0
+#: The share of float32's rate that the loops of depthwise convolutions reach, forward and for the
+#: weight's gradient, by size of an element and layout; the input's gradient is as fast as others.
+_DEPTHWISE = {
+    "forward": {
+        (4, "nchw"): 1 / 40, (4, "nhwc"): 1 / 20, (2, "nchw"): 1 / 150, (2, "nhwc"): 1 / 150,
+    },
+    "weight": {
+        (4, "nchw"): 1 / 40, (4, "nhwc"): 1 / 30, (2, "nchw"): 1 / 40, (2, "nhwc"): 1 / 200,
+    },
+}  # fmt: skip
+#: Seconds of an output element whose bias is added by loops that take elements one by one, by its
+#: size.
+_SLOW_BIAS = {4: 2.4e-9, 2: 12e-9}
 #: Below so many elements, counted over the first four axes, torch's own loops take one sample.
 _SMALL_SAMPLE = 20480
 
@@ -56,6 +70,32 @@ def product_milliseconds(problem: ForwardProblem, device: Device, dtype: torch.d
     return problem.conv_flops / flops_rate(device, dtype) * 1e3
 
 
+def is_depthwise(problem: ForwardProblem) -> bool:
+    conv = problem.conv
+    assert conv is not None
+    return conv.groups == conv.in_channels > 1
+
+
+def adds_bias_slowly(
+    problem: ForwardProblem, device: Device, dtype: torch.dtype, layout: Layout
+) -> bool:
+    """Whether oneDNN has no kernel that adds a bias to the transposed convolution: it then goes
+    over the output a second time, element by element.
+
+    Seen with AVX-512: where a stride does not divide the output, with dilation, with groups in 16
+    bits, and over channels first where the stride is 1.
+    """
+    conv = problem.conv
+    assert conv is not None
+    if not problem.bias or in_plain_loops(problem, device, dtype):
+        return False
+    if any(size % step for size, step in zip(problem.output_spatial, conv.stride, strict=True)):
+        return True
+    if any(d > 1 and k > 1 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)):
+        return True
+    return (conv.groups > 1 and dtype.itemsize == 2) or (max(conv.stride) == 1 and layout != "nhwc")
+
+
 def moved_bytes(problem: ForwardProblem, dtype: torch.dtype) -> int:
     """Of the convolution's input and output."""
     return (problem.input_elements + problem.output_elements) * dtype.itemsize
@@ -73,33 +113,49 @@ def _milliseconds(
     problem: ForwardProblem,
     device: Device,
     dtype: torch.dtype,
-    layout: str,
+    layout: Layout,
     passes: float,
     share: float,
+    what: str,
 ) -> float:
+    """``what`` is "forward" or the gradient's name."""
     # Lines of channels last are copied to channels first before anything else.
     if layout == "nhwc":
         passes = passes + 1.0 if len(problem.spatial) == 1 else 1.0
     if in_plain_loops(problem, device, dtype):
         share = _PLAIN_LOOPS
-    return product_milliseconds(problem, device, dtype) / share + device.copy_milliseconds(
-        passes * moved_bytes(problem, dtype)
-    )
+    products = product_milliseconds(problem, device, dtype) / share
+    if is_depthwise(problem) and what in _DEPTHWISE:
+        share = _DEPTHWISE[what][min(4, dtype.itemsize), result_layout(layout)]
+        products = problem.conv_flops / (share * device.fp32_flops) * 1e3
+    return products + device.copy_milliseconds(passes * moved_bytes(problem, dtype))
 
 
 def forward_milliseconds(
-    problem: ForwardProblem, device: Device, dtype: torch.dtype, layout: str
+    problem: ForwardProblem,
+    device: Device,
+    dtype: torch.dtype,
+    layout: Layout,
+    *,
+    one_more_pass: bool = False,
 ) -> float:
-    """torch's transposed convolution of operands of this dtype and layout."""
-    call = CALL * device.launch_milliseconds
-    return call + _milliseconds(problem, device, dtype, layout, _TRANSPOSED_PASSES, 1.0)
+    """torch's transposed convolution of operands of this dtype and layout; ``one_more_pass`` over
+    the output is made instead of adding the bias slowly."""
+    total = CALL * device.launch_milliseconds
+    if adds_bias_slowly(problem, device, dtype, layout):
+        if one_more_pass:
+            total += device.copy_milliseconds(problem.output_elements * dtype.itemsize)
+        else:
+            slow = _SLOW_BIAS.get(dtype.itemsize, _SLOW_BIAS[4])
+            total += problem.output_elements * slow * 1e3
+    return total + _milliseconds(problem, device, dtype, layout, _TRANSPOSED_PASSES, 1.0, "forward")
 
 
 def gradients_milliseconds(
     problem: ForwardProblem,
     device: Device,
     dtype: torch.dtype,
-    layout: str,
+    layout: Layout,
     gradients: Iterable[str],
 ) -> float:
     """torch's gradients of some of "input", "weight" and "bias" by one call."""
@@ -112,5 +168,7 @@ def gradients_milliseconds(
             asked.add("weight")  # oneDNN computes both or none
     for gradient, share in (("input", 1.0), ("weight", _WEIGHT_GRADIENT)):
         if gradient in asked:
-            total += _milliseconds(problem, device, dtype, layout, _GRADIENT_PASSES, share)
+            total += _milliseconds(
+                problem, device, dtype, layout, _GRADIENT_PASSES, share, gradient
+            )
     return total

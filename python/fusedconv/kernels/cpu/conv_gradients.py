@@ -17,12 +17,10 @@ from fusedconv.kernels.cpu.convolution import (
     as_stored,
     computing_dtype,
     conversion_milliseconds,
-    interleaved,
     is_widened,
     planar,
-    tiles_last,
-    tiles_output,
 )
+from fusedconv.kernels.cpu.matrix_product import interleaved, tiles_last, tiles_output
 from fusedconv.layout import Layout, dense, layout_of, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
@@ -33,7 +31,7 @@ from fusedconv.support import Support
 _NAMES = ("input", "weight", "bias")
 
 
-def _supports(problem: BackwardProblem, device: Device) -> Support:
+def supports_gradients(problem: BackwardProblem, device: Device) -> Support:
     """What every form asks of a problem."""
     forward = problem.forward
     if device.type != "cpu":
@@ -119,7 +117,7 @@ class WidenedGradients(BackwardKernel):
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         forward = problem.forward
-        support = _supports(problem, device)
+        support = supports_gradients(problem, device)
         if not support or is_widened(forward, device):
             return support
         if len(forward.spatial) != 1 or forward.layout != "nhwc":
@@ -210,7 +208,7 @@ class MatrixProductGradients(BackwardKernel):
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         forward = problem.forward
-        support = _supports(problem, device)
+        support = supports_gradients(problem, device)
         if not support:
             return support
         assert forward.conv is not None
@@ -291,7 +289,7 @@ class BiasGradient(BackwardKernel):
     computes = frozenset({"bias"})
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
-        return _supports(problem, device)
+        return supports_gradients(problem, device)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         size = problem.forward.output_elements * problem.grad_dtype.itemsize

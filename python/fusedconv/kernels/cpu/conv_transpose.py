@@ -9,8 +9,18 @@ from torch import Tensor
 
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_compiled
-from fusedconv.kernels.cpu.convolution import FORMS, PROVIDER, AsTorch, Convolution, Form
+from fusedconv.kernels.cpu.biases import quick_bias
+from fusedconv.kernels.cpu.convolution import (
+    PROVIDER,
+    AsTorch,
+    ChannelsLast,
+    Convolution,
+    Form,
+    OrdinaryConvolution,
+)
+from fusedconv.kernels.cpu.direct import Direct
 from fusedconv.kernels.cpu.group_norm import UNGROUPED, Stages, converts
+from fusedconv.kernels.cpu.matrix_product import MatrixProduct
 from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import dense
 from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
@@ -23,6 +33,10 @@ from fusedconv.problem import (
 )
 from fusedconv.support import Support
 
+#: In which a convolution is computed.
+FORMS: tuple[Form, ...] = (
+    AsTorch(), ChannelsLast(), OrdinaryConvolution(), MatrixProduct(), Direct(),
+)  # fmt: skip
 #: Passes over a tensor of a compiled pass that reads one and writes another, and of one that
 #: normalises in between.
 _PASSES, _NORM_PASSES = 2.0, 4.0
@@ -136,7 +150,8 @@ class CpuConvTranspose(ForwardKernel):
             form = _form(problem, problem.dtype)
             if isinstance(form, Support):
                 return form
-            if all(isinstance(stage, Bias) for stage in problem.epilogue):
+            quick = quick_bias(problem, device, problem.dtype, problem.layout)
+            if quick is None and all(isinstance(stage, Bias) for stage in problem.epilogue):
                 return Support.no("there is nothing behind torch's own call to fuse")
         return self.form.supports(problem, device)
 

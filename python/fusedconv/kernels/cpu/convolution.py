@@ -13,18 +13,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedconv import _C
 from fusedconv.device import AVX512_BYTES, Device
 from fusedconv.kernels import onednn
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cpu.biases import QuickBias, quick_bias
 from fusedconv.layout import Layout, dense_strides, empty, owning, result_layout
 from fusedconv.lowering import Phase, lower
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
-from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import ActNormAct, ConvTransposeGeometry, ForwardProblem
 from fusedconv.reference import conv_transpose
 from fusedconv.support import Support
 
@@ -76,24 +79,7 @@ def planar(conv: ConvTransposeGeometry) -> ConvTransposeGeometry:
     )
 
 
-def tiles_output(conv: ConvTransposeGeometry) -> Support:
-    """Whether each input pixel has a tile of the output to itself, so that the convolution is one
-    matrix product."""
-    if conv.groups != 1:
-        return Support.no(f"groups are {conv.groups}; one matrix product has none")
-    if conv.stride != conv.kernel_size:
-        return Support.no(
-            f"stride {conv.stride} is not the kernel's extent {conv.kernel_size}: outputs of "
-            "several pixels overlap or leave gaps"
-        )
-    if any(d != 1 and k != 1 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)):
-        return Support.no(f"dilation is {conv.dilation}, only 1 is served")
-    if any(conv.padding) or any(conv.output_padding):
-        return Support.no("there is padding: tiles would be cut")
-    return Support.yes()
-
-
-def _supports(problem: ForwardProblem) -> Support:
+def supports_form(problem: ForwardProblem) -> Support:
     """What every form asks of a problem."""
     if problem.dtype not in COMPILED_DTYPES:
         known = "/".join(map(dtype_name, COMPILED_DTYPES))
@@ -145,6 +131,8 @@ class Convolution(ABC):
         input_layout: Layout,
         step: str,
         layout: Layout | None = None,
+        *,
+        bias: QuickBias | None = None,
     ) -> None:
         assert problem.conv is not None
         self.conv = problem.conv
@@ -155,16 +143,43 @@ class Convolution(ABC):
             *conversion_steps(problem, dtype, input_layout),
             f"{step}, {dtype_name(dtype)}",
         )
+        #: Of an output that is larger than the problem's.
+        self.cut: tuple[Any, ...] | None = None
+        self.biased = None
+        if bias is not None and not bias.apart:
+            self.conv = dataclasses.replace(self.conv, output_padding=bias.output_padding)
+            self.cut = (..., *(slice(size) for size in problem.output_spatial))
+            self.steps += ("torch copy of the output without its last lines",)
+        elif bias is not None:
+            self.steps += ("bias, in place (fusedconv._C)",)
+            self.biased = group_norm_problem(
+                problem,
+                ActNormAct(False, "identity", None, "identity"),
+                batch=problem.batch,
+                input_layout=self.layout,
+                output_layout=self.layout,
+                dtype=dtype,
+                output_dtype=dtype,
+            )
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution of tensors of the problem's shapes and dtypes."""
+        apart = self.biased is not None and bias is not None
         result = self.compute(
             as_stored(input, self.input_layout, self.dtype),
             weight.to(self.dtype),
-            None if bias is None else bias.to(self.dtype),
+            None if bias is None or apart else bias.to(self.dtype),
         )
+        if self.cut is not None:
+            result = result[self.cut]
         # Autocast around the operator lowers torch's convolution.
-        return owning(as_stored(result, self.layout, self.dtype))
+        result = owning(as_stored(result, self.layout, self.dtype))
+        if apart:
+            assert bias is not None
+            bias = bias.to(torch.float32).contiguous()
+            at, threads = result.data_ptr(), torch.get_num_threads()
+            _C.cpu.activate(self.biased, at, at, 0, bias.data_ptr(), threads)
+        return result
 
     @abstractmethod
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,12 +208,14 @@ class Form(ABC):
 
 
 class _AsTorch(Convolution):
-    def __init__(self, problem: ForwardProblem) -> None:
+    def __init__(self, problem: ForwardProblem, device: Device) -> None:
+        layout = result_layout(problem.layout)
         super().__init__(
             problem,
             problem.dtype,
-            result_layout(problem.layout),
+            layout,
             f"torch.conv_transpose{len(problem.spatial)}d",
+            bias=quick_bias(problem, device, problem.dtype, layout),
         )
 
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -211,13 +228,19 @@ class AsTorch(Form):
     name = "conv_transpose"
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        return _supports(problem)
+        return supports_form(problem)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
-        return onednn.forward_milliseconds(problem, device, problem.dtype, problem.layout)
+        return onednn.forward_milliseconds(
+            problem,
+            device,
+            problem.dtype,
+            problem.layout,
+            one_more_pass=quick_bias(problem, device, problem.dtype, problem.layout) is not None,
+        )
 
     def compile(self, problem: ForwardProblem, device: Device) -> Convolution:
-        return _AsTorch(problem)
+        return _AsTorch(problem, device)
 
 
 # ---- channels last -------------------------------------------------------------------------------
@@ -233,6 +256,7 @@ class _ChannelsLast(Convolution):
             "nhwc",
             f"torch.conv_transpose{max(2, len(problem.spatial))}d on channels last",
             "nchw" if slow else "nhwc",
+            bias=quick_bias(problem, device, dtype, "nhwc"),
         )
 
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -252,12 +276,12 @@ class ChannelsLast(Form):
         conv = problem.conv
         assert conv is not None
         if is_widened(problem, device):
-            return _supports(problem)
+            return supports_form(problem)
         if problem.layout == "nhwc" and len(problem.spatial) > 1:
             return Support.no("torch's own call is this form already")
         if problem.dtype == torch.float32 and max(conv.stride) == 1:
             return Support.no("its float32 sums are less exact than torch's where the stride is 1")
-        return _supports(problem)
+        return supports_form(problem)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         dtype = computing_dtype(problem, device)
@@ -266,9 +290,11 @@ class ChannelsLast(Form):
         assert problem.conv is not None
         conv = problem.conv if len(problem.spatial) > 1 else planar(problem.conv)
         planes = dataclasses.replace(problem, conv=conv, spatial=spatial)
-        return conversion_milliseconds(
-            problem, device, dtype, "nhwc"
-        ) + onednn.forward_milliseconds(planes, device, dtype, "nhwc")
+        again = quick_bias(problem, device, dtype, "nhwc") is not None
+        converting = conversion_milliseconds(problem, device, dtype, "nhwc")
+        return converting + onednn.forward_milliseconds(
+            planes, device, dtype, "nhwc", one_more_pass=again
+        )
 
     def compile(self, problem: ForwardProblem, device: Device) -> Convolution:
         return _ChannelsLast(problem, device, computing_dtype(problem, device))
@@ -350,7 +376,7 @@ class OrdinaryConvolution(Form):
                     f"sums {problem.channels} channels in float32, and is less exact than torch's "
                     f"call beyond {_EXACT_CHANNELS}"
                 )
-        return _supports(problem)
+        return supports_form(problem)
 
     def _calls_onednn(self, problem: ForwardProblem, device: Device, dtype: torch.dtype) -> bool:
         return len(problem.spatial) > 1 and onednn.in_plain_loops(problem, device, dtype)
@@ -377,88 +403,3 @@ class OrdinaryConvolution(Form):
         return _OrdinaryConvolution(
             problem, dtype, phase, self._calls_onednn(problem, device, dtype)
         )
-
-
-# ---- one matrix product --------------------------------------------------------------------------
-
-
-def interleaved(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """One of the first, one of the second, and so on."""
-    return [each for pair in zip(first, second, strict=True) for each in pair]
-
-
-def tiles_last(tensor: Tensor, tile: Sequence[int]) -> Tensor:
-    """[N, K, *spatial * tile] of channels last as a matrix [pixels, taps K], K fastest."""
-    axes = len(tile)
-    spatial = [size // step for size, step in zip(tensor.shape[2:], tile, strict=True)]
-    pixels = tensor.permute(0, *range(2, axes + 2), 1)
-    tiles = pixels.reshape(tensor.shape[0], *interleaved(spatial, tile), tensor.shape[1])
-    order = (0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2), 2 * axes + 1)
-    return tiles.permute(order).reshape(-1, math.prod(tile) * tensor.shape[1])
-
-
-class _MatrixProduct(Convolution):
-    def __init__(self, problem: ForwardProblem, dtype: torch.dtype, layout: Layout) -> None:
-        order = "channels last" if layout == "nhwc" else "channels first"
-        super().__init__(problem, dtype, layout, f"torch matrix product, {order}")
-
-    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        tile = self.conv.kernel_size
-        axes, taps = len(tile), math.prod(tile)
-        batch, channels, *spatial = input.shape
-        outputs = self.conv.out_channels
-        if self.input_layout == "nchw":
-            # One tap: the result lies as it is to.
-            matrix = weight.reshape(channels, outputs).t().expand(batch, -1, -1)
-            pixels = input.reshape(batch, channels, -1)
-            if bias is None:
-                result = torch.bmm(matrix, pixels)
-            else:
-                result = torch.baddbmm(bias[:, None], matrix, pixels)
-            return result.view(batch, outputs, *spatial)
-        pixels = input.permute(0, *range(2, axes + 2), 1).reshape(-1, channels)
-        matrix = weight.permute(0, *range(2, axes + 2), 1).reshape(channels, taps * outputs)
-        repeated = None if bias is None else bias.repeat(taps)
-        result = pixels @ matrix if repeated is None else torch.addmm(repeated, pixels, matrix)
-        tiles = result.view(batch, *spatial, *tile, outputs)
-        order = interleaved(range(1, axes + 1), range(axes + 1, 2 * axes + 1))
-        whole = [extent * step for extent, step in zip(spatial, tile, strict=True)]
-        shuffled = tiles.permute(0, *order, 2 * axes + 1).reshape(batch, *whole, outputs)
-        return shuffled.permute(0, axes + 1, *range(1, axes + 1))
-
-
-class MatrixProduct(Form):
-    """Input pixels times the filter, where each pixel has a tile of the output to itself; then the
-    tiles are put in their places. With one tap channels first stay, else whole runs of channels
-    are put."""
-
-    name = "matrix_product"
-
-    def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        conv = problem.conv
-        assert conv is not None
-        return _supports(problem) and tiles_output(conv)
-
-    def _layout(self, problem: ForwardProblem) -> Layout:
-        assert problem.conv is not None
-        one_tap = math.prod(problem.conv.kernel_size) == 1
-        return result_layout(problem.layout) if one_tap else "nhwc"
-
-    def cost(self, problem: ForwardProblem, device: Device) -> float:
-        assert problem.conv is not None
-        dtype = computing_dtype(problem, device)
-        total = (
-            conversion_milliseconds(problem, device, dtype, self._layout(problem))
-            + onednn.product_milliseconds(problem, device, dtype)
-            + device.copy_milliseconds(onednn.moved_bytes(problem, dtype))
-            + 2 * onednn.CALL * device.launch_milliseconds
-        )
-        if math.prod(problem.conv.kernel_size) > 1:
-            total += onednn.copy_milliseconds(device, problem.output_elements, dtype, dtype)
-        return total
-
-    def compile(self, problem: ForwardProblem, device: Device) -> Convolution:
-        return _MatrixProduct(problem, computing_dtype(problem, device), self._layout(problem))
-
-
-FORMS: tuple[Form, ...] = (AsTorch(), ChannelsLast(), OrdinaryConvolution(), MatrixProduct())

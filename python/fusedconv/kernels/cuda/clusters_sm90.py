@@ -15,12 +15,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem
-from fusedconv.kernels.cuda.convolution import (
-    filter_source,
-    supports_transposed,
-    transposed_problem,
-)
+from fusedconv.kernels.compiled import group_norm_problem, transposed_problem
+from fusedconv.kernels.cuda.convolution import filter_source, supports_transposed
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,

@@ -3,7 +3,6 @@ the weight, convolve with the epilogue and merge the moments of GroupNorm."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.compiled import by_axis, group_norm_problem, supports_extents
 from fusedconv.kernels.cuda.program import (
     ForwardProgram,
     ProgramPlan,
@@ -30,33 +29,8 @@ from fusedconv.support import Support
 
 #: Scratch that one chunk of samples may take.
 CHUNK_BYTES = 2 << 30
-#: What positions along an axis and pixels of a sample are counted to, and taps of a filter.
-MOST_PIXELS = 1 << 30
-MOST_TAPS = 1 << 20
 #: Normalisations without groups that a step of ours behind the convolution computes.
 UNGROUPED = frozenset({"layer"})
-
-
-def by_axis(values: tuple[int, ...], filler: int = 1) -> tuple[int, int, int]:
-    """By depth, height and width, with ``filler`` for the leading axes that a problem lacks."""
-    one, two, three = (*(filler,) * (3 - len(values)), *values)
-    return one, two, three
-
-
-def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> Support:
-    """Whether positions, pixels and taps can be counted in 32 bits."""
-    output = conv.output_spatial(spatial)
-    # Before the output is cropped by the padding.
-    whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
-    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
-        return Support.no(
-            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
-            f"counted to {MOST_PIXELS}"
-        )
-    taps = math.prod(conv.kernel_size)
-    if taps >= MOST_TAPS:
-        return Support.no(f"a filter of {taps} taps, they are counted to {MOST_TAPS}")
-    return Support.yes()
 
 
 def supports_transposed(
@@ -91,26 +65,6 @@ def filter_source(conv: ConvTransposeGeometry) -> Any:
         k=conv.out_channels // conv.groups,
         taps=by_axis(conv.kernel_size),
         strides=five_strides(conv.weight_strides),
-    )
-
-
-def transposed_problem(
-    conv: ConvTransposeGeometry, spatial: tuple[int, ...], layout: str, aligned: bool
-) -> Any:
-    """A transposed convolution whose tensors a kernel meets in ``layout``, at addresses that are
-    multiples of 16 bytes if ``aligned``."""
-    return _C.TransposedProblem(
-        channels=conv.in_channels // conv.groups,
-        output_channels=conv.out_channels // conv.groups,
-        groups=conv.groups,
-        input=by_axis(spatial),
-        output=by_axis(conv.output_spatial(spatial)),
-        kernel=by_axis(conv.kernel_size),
-        stride=by_axis(conv.stride),
-        padding=by_axis(conv.padding, 0),
-        dilation=by_axis(conv.dilation),
-        layout=_C.Layout[layout],
-        aligned=aligned,
     )
 
 

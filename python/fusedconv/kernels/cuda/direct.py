@@ -16,14 +16,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import (
-    InPlaceRow,
-    filter_source,
-    supports_extents,
-    supports_partials,
-    transposed_problem,
-)
+from fusedconv.kernels.compiled import readable_aligned, supports_extents, transposed_problem
+from fusedconv.kernels.cuda.convolution import InPlaceRow, filter_source, supports_partials
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,

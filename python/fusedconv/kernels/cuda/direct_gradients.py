@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import CONTIGUOUS_STEP, supports_compiled
-from fusedconv.kernels.cuda.convolution import (
-    filter_source,
+from fusedconv.kernels.compiled import (
+    CONTIGUOUS_STEP,
+    supports_compiled,
     supports_extents,
     transposed_problem,
 )
+from fusedconv.kernels.cuda.convolution import filter_source
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.program import (
     FAMILIES,

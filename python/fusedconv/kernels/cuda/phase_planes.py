@@ -17,7 +17,7 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import by_axis, supports_extents
+from fusedconv.kernels.compiled import by_axis, supports_extents
 from fusedconv.kernels.cuda.program import ForwardProgram, five_strides
 from fusedconv.layout import dense_strides
 from fusedconv.precision import COMPILED_DTYPES

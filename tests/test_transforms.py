@@ -294,7 +294,7 @@ def test_only_the_output_has_a_tangent():
     conv = (weight, None, [1], [0], [0], [1], 1, "gelu", "act_norm", 2, None, None, 1e-5, None)
     for operator, arguments in (
         (torch.ops.fusedconv.group_norm, (2, None, None, 1e-5, "gelu", "act_norm", None)),
-        (torch.ops.fusedconv.conv_transpose_act_norm, (*conv, None, None, False, True)),
+        (torch.ops.fusedconv.conv_transpose_act_norm, (*conv, None, None, True)),
     ):
         with forward_ad.dual_level():
             outputs = operator(forward_ad.make_dual(x, x.cos()), *arguments)

@@ -214,12 +214,13 @@ def conv_transpose_act_norm(
             return ops.conv_transpose.direct(plan, template, *tensors)
         return run(plan, *tensors).output
     if torch.onnx.is_in_onnx_export():
-        return ops.conv_transpose.in_torch(*call, False)[0]
+        return ops.conv_transpose.in_torch(*ops.conv_transpose.operator_arguments(call, False))[0]
     result: Tensor
     if _is_tracing():
         result = torch.ops.fusedconv.conv_transpose_act_norm_traced(*call)
     else:
-        result = torch.ops.fusedconv.conv_transpose_act_norm(*call, save)[0]
+        arguments = ops.conv_transpose.operator_arguments(call, save)
+        result = torch.ops.fusedconv.conv_transpose_act_norm(*arguments)[0]
     return result
 
 

@@ -15,6 +15,7 @@ from fusedconv import functional
 from fusedconv.arguments import shown
 from fusedconv.conversion.matching import (
     CONV_ARGUMENTS,
+    OPTIONS,
     Convolution,
     Match,
     Refusal,
@@ -211,7 +212,7 @@ class _Chain:
             assert norm is not None
             arguments = (self.input, norm.num_groups, norm.weight, norm.bias, norm.eps)
             return graph.call_function(functional.group_norm, arguments, keywords)
-        keywords["precision"] = self.conv.arguments["precision"]
+        keywords |= {name: self.conv.arguments[name] for name in OPTIONS}
         arguments = tuple(self.conv.arguments[name] for name in CONV_ARGUMENTS)
         if norm is None:
             return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)

@@ -48,8 +48,9 @@ _CONVOLUTION = _signature(
 )
 _FUSED = _signature(
     "input weight bias stride padding output_padding dilation groups activation order num_groups "
-    "norm_weight norm_bias eps precision output_dtype norm save"
-)
+    "norm_weight norm_bias eps precision output_dtype norm save recompute", recompute=False,
+)  # fmt: skip
+_TRACED = tuple(pair for pair in _FUSED if pair[0] != "save")
 _CONV_TARGETS: dict[Any, _Signature] = {
     torch.conv_transpose1d: _CONV,
     torch.conv_transpose2d: _CONV,
@@ -60,15 +61,17 @@ _CONV_TARGETS: dict[Any, _Signature] = {
     aten.convolution.default: _CONVOLUTION,
     _fusedconv.conv_transpose_act_norm: _FUSED,
     _fusedconv.conv_transpose_act_norm.default: _FUSED,
-    _fusedconv.conv_transpose_act_norm_traced: _FUSED[:-1],
-    _fusedconv.conv_transpose_act_norm_traced.default: _FUSED[:-1],
+    _fusedconv.conv_transpose_act_norm_traced: _TRACED,
+    _fusedconv.conv_transpose_act_norm_traced.default: _TRACED,
 }
 #: The arguments of ``functional.conv_transpose_act_norm`` that say what is convolved.
 CONV_ARGUMENTS = tuple(name for name, _ in _CONV)
+#: Those that say how.
+OPTIONS = ("precision", "recompute")
 
 
 class Convolution(NamedTuple):
-    """A transposed convolution: ``arguments`` are CONV_ARGUMENTS and precision, ``output`` is the
+    """A transposed convolution: ``arguments`` are CONV_ARGUMENTS and OPTIONS, ``output`` is the
     node of its result. ``stages`` are those that it has already, where it is a call of ours."""
 
     arguments: dict[str, Any]
@@ -97,7 +100,8 @@ def convolution(node: Node) -> Convolution | None:
     geometry = [found[name] for name in CONV_ARGUMENTS[3:]]
     if output is None or _holds_nodes(geometry):
         return None
-    return Convolution({**arguments, "precision": found.get("precision")}, output, stages)
+    options = {"precision": found.get("precision"), "recompute": found.get("recompute", False)}
+    return Convolution({**arguments, **options}, output, stages)
 
 
 def _stages_of(found: dict[str, Any], norm: Normalization | None) -> list[Stage]:

@@ -36,23 +36,38 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _NAME = "conv_transpose_act_norm"
 _CONV = f"fusedconv::{_NAME}"
-#: The fields of ConvCall.
+#: The fields of ConvCall but the last, which came later and has a default.
 _ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] output_padding, "
     "int[] dilation, int groups, str activation, str order, int num_groups, Tensor? norm_weight, "
-    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype, str? norm, "
-    "bool recompute"
+    "Tensor? norm_bias, float eps, str? precision, ScalarType? output_dtype, str? norm"
 )
-torch.library.define(_CONV, f"({_ARGUMENTS}, bool save) -> (Tensor, Tensor, Tensor, Tensor)")
+_RECOMPUTE = "bool recompute=False"
+torch.library.define(
+    _CONV, f"({_ARGUMENTS}, bool save, {_RECOMPUTE}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 torch.library.define(
     f"{_CONV}_backward",
     "(Tensor grad, Tensor conv_output, Tensor mean, Tensor rstd, bool[] output_mask, "
-    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_ARGUMENTS}, {_RECOMPUTE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 #: The arguments that have gradients, in the order of ``output_mask``, and their places in a call.
 _DIFFERENTIABLE = ("input", "weight", "bias", "norm_weight", "norm_bias")
 _PLACES = tuple(ConvCall._fields.index(name) for name in _DIFFERENTIABLE)
+
+
+def _call_and_save(arguments: Sequence[Any]) -> tuple[ConvCall, bool]:
+    """Of the operator's arguments, from which the dispatcher leaves out a last one that has its
+    default."""
+    required = len(ConvCall._fields) - 1
+    save, *recompute = arguments[required:]
+    return ConvCall(*arguments[:required], *recompute), save
+
+
+def operator_arguments(call: ConvCall, save: bool) -> tuple[Any, ...]:
+    """A call as the operator takes it."""
+    return (*call[:-1], save, call.recompute)
 
 
 def _given(*tensors: Any) -> Any:
@@ -71,8 +86,7 @@ def _exact(call: ConvCall) -> ConvCall:
 
 
 def _forward(*arguments: Any) -> Saved:
-    *values, save = arguments
-    call = ConvCall(*values)
+    call, save = _call_and_save(arguments)
     plan = conv_plan(_exact(call), save)
     output, conv_output, mean, rstd = operator_outputs(call.input, run(plan, *call.tensors))
     return owning(output), conv_output, mean, rstd
@@ -83,8 +97,7 @@ torch.library.impl(_CONV, "default", _forward)
 
 @torch.library.register_fake(_CONV)
 def _forward_fake(*arguments: Any) -> Saved:
-    *values, save = arguments
-    call = ConvCall(*values)
+    call, save = _call_and_save(arguments)
     input = call.input
     conv, norm = call.geometries()
     shape = [input.shape[0], conv.out_channels, *conv.output_spatial(tuple(input.shape[2:]))]
@@ -166,8 +179,7 @@ def _backward_fake(
 
 def in_torch(*arguments: Any) -> Saved:
     """The operator in torch's own, which differentiate in every way."""
-    *values, save = arguments
-    call = ConvCall(*values)
+    call, save = _call_and_save(arguments)
     device = call.input.device.type
     outputs = composed(_NAME, call.problem(save), device, call.precision, call.tensors)
     return operator_outputs(call.input, outputs)
@@ -190,8 +202,7 @@ def backward_in_torch(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    *values, save = inputs
-    call = ConvCall(*values)
+    call, save = _call_and_save(inputs)
     _, conv_output, mean, rstd = output
     ctx.mark_non_differentiable(conv_output, mean, rstd)
     ctx.set_materialize_grads(False)
@@ -218,7 +229,10 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
     if differentiates_gradients(grad):
         gradients = gradients_by_composition(
-            lambda *leaves: in_torch(*call(leaves), False)[0], leaves, needs, grad
+            lambda *leaves: in_torch(*operator_arguments(call(leaves), False))[0],
+            leaves,
+            needs,
+            grad,
         )
     else:
         values = call(leaves)._replace(precision=ctx.precision)
@@ -233,15 +247,16 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 # ---- what a trace holds --------------------------------------------------------------------------
 
-torch.library.define(f"{_CONV}_traced", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define(f"{_CONV}_traced", f"({_ARGUMENTS}, {_RECOMPUTE}) -> Tensor")
 
 
 @torch.library.impl(f"{_CONV}_traced", "CompositeImplicitAutograd")
 def _traced(*arguments: Any) -> Tensor:
     """The operator's output. Whether a backward pass can follow is asked at each call: a trace that
     held the answer as a constant would serve either training or inference."""
+    call = ConvCall(*arguments)
     result: Tensor = torch.ops.fusedconv.conv_transpose_act_norm(
-        *arguments, any_requires_grad(arguments)
+        *operator_arguments(call, any_requires_grad(arguments))
     )[0]
     return result
 
@@ -253,7 +268,7 @@ direct = direct_operator(
     _DIFFERENTIABLE,
     _DIFFERENTIABLE,
     _given,
-    lambda call: in_torch(*call, False)[0],
+    lambda call: in_torch(*operator_arguments(call, False))[0],
     lambda grad, conv_output, mean, rstd, needs, call: (
         torch.ops.fusedconv.conv_transpose_act_norm_backward(
             grad, conv_output, mean, rstd, needs, *call

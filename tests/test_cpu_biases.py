@@ -122,3 +122,18 @@ def test_values_are_as_accurate_as_torchs(norm, axes, layout, dtype):
         lambda: conv_transpose_act_norm(x, weight, bias, stride=2, padding=1, **extra)
     )
     assert explanation.provider == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "keywords"),
+    [
+        ((1, 64, 9, 1), (64, 64, 3, 1), {"stride": (2, 1), "padding": (1, 0)}),
+        ((1, 64, 9), (64, 24, 3), {"stride": 2, "padding": 1}),
+    ],
+    ids=str,
+)
+def test_a_cut_output_has_memory_of_its_own(shape, weight, keywords):
+    x, weight = torch.randn(shape).bfloat16(), torch.randn(weight).bfloat16()
+    y = conv_transpose_act_norm(x, weight, torch.randn(weight.shape[1]).bfloat16(), **keywords)
+    assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
+    assert y.is_contiguous()

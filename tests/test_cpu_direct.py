@@ -18,6 +18,7 @@ from fusedconv.device import AVX512, processor
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.compiled import transposed_problem
 from fusedconv.kernels.cpu.conv_transpose import kernels as forward_kernels
+from fusedconv.kernels.cpu.direct import kernels as backward_kernels
 from fusedconv.precision import COMPILED_DTYPES, precisions_of
 from fusedconv.problem import Bias, ForwardProblem
 from fusedconv.selection import choose
@@ -180,6 +181,27 @@ def test_the_binding_checks_what_it_gets():
             _C.cpu.direct_convolution(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("shape", "weight", "keywords", "reason"),
+    [
+        ((1, 16, 1, 1), (16, 1, 1, 1), {"stride": (1, 2**31 - 1), "groups": 16}, "counted to"),
+        ((1, 2, 3, 3), (2, 1, 1, 1), {"dilation": (2**31, 2**31), "groups": 2}, "counted to"),
+        ((1, 16, 20), (16, 1, 512), {"stride": 256, "groups": 16}, "a stride of 256 along"),
+        ((1, 4, 2, 300), (4, 1, 900, 3), {"stride": (1, 16), "groups": 4}, "MB of them are held"),
+    ],
+    ids=str,
+)
+def test_extents_beyond_the_loops_are_torchs(shape, weight, keywords, reason):
+    x, weight = torch.randn(shape), torch.randn(weight)
+    (explanation,) = explained(conv_transpose_act_norm, x, weight, **keywords)
+    assert explanation.kernel != "cpu_direct"
+    ((_, candidates),) = explanation.candidates
+    (support,) = [each.support for each in candidates if each.kernel.name == "cpu_direct"]
+    assert reason in support.reason
+    expected = reference.CONVOLUTIONS[x.dim() - 2](x, weight, None, **keywords)
+    torch.testing.assert_close(conv_transpose_act_norm(x, weight, **keywords), expected)
+
+
 def layer(
     groups: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> ForwardProblem:
@@ -216,3 +238,9 @@ def test_many_channels_are_not():
     assert kernel.supports(layer(1, 16, 256), WIDE)
     assert kernel.supports(layer(8, 32, 2), WIDE)
     assert "float64" in kernel.supports(layer(8, 1, 1, torch.float64), WIDE).reason
+    (backward,) = backward_kernels()
+    assert backward.supports(backward_problem(layer(8, 32, 2, save=True), "weight"), WIDE)
+    support = backward.supports(backward_problem(layer(1, 16, 256, save=True), "weight"), WIDE)
+    assert support.reason == (
+        "a group has 16 input and 256 output channels, up to 64 pairs are served"
+    )

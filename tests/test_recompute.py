@@ -12,6 +12,7 @@ from operators import CONV, CONV_CASES, conv_arguments
 from problems import explained, geometry_of, group_norm_stage, problem
 from reference import relative_error
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedconv
 from fusedconv.device import KNOWN
@@ -119,6 +120,36 @@ def test_the_backward_pass_shows_the_second_convolution():
     assert "without the convolution's output" in str(anew[0])
     assert "group_norm" not in str(anew[1].problem)
     assert anew[-1].problem == kept[-1].problem
+
+
+@pytest.mark.parametrize("kernel", ["torch", None])
+def test_autocast_around_the_backward_pass_says_nothing(kernel, force):
+    if kernel is not None:
+        force(kernel)
+    leaves = leaves_of()
+    kept = gradients("group", leaves)
+    output = call("group", leaves, recompute=True)
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(output, leaves, torch.randn_like(output))
+    torch.testing.assert_close((output, *found), kept)
+
+
+def test_a_forced_kernel_that_serves_no_convolution_alone(force):
+    leaves = leaves_of()
+    expected = gradients("group", leaves)
+    force("cpu_conv_transpose")
+    torch.testing.assert_close(gradients("group", leaves, recompute=True), expected)
+
+
+def test_flops_of_the_second_convolution_are_counted():
+    counted = []
+    for recompute in (False, True):
+        arguments = conv_arguments(save=True, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            CONV(*arguments, recompute)[0].sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted == [3 * counted[0] // 3, 4 * counted[0] // 3]
 
 
 def test_second_derivatives_and_gradcheck():

@@ -88,6 +88,7 @@ void bind_cpu(py::module_& m) {
       py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"),
       "The gradients of it. Addresses of dense tensors; 0 where weight or bias is absent or a "
       "gradient is not wanted.");
+  room.attr("most_column_stride") = cpu::kMostColumnStride;
   room.def(
       "direct_convolution",
       [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, uintptr_t input,

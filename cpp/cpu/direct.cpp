@@ -19,9 +19,10 @@ namespace {
 using conv::AxisProblem;
 using conv::TransposedProblem;
 
-// Taps of the columns: each one's phase and shift.
+// Taps of the columns: each one's phase and shift, and its place in a row of the filter.
 struct ColumnTap {
   int64_t phase, shift;
+  int place;
 };
 
 // What all passes share: extents, and how lines lie in their buffers.
@@ -38,10 +39,12 @@ class Direct {
         columns_(problem.axes[2]),
         input_lines_(int64_t(depth_.input) * height_.input),
         output_lines_(int64_t(depth_.output) * height_.output),
-        filter_rows_(int64_t(depth_.kernel) * height_.kernel) {
+        filter_rows_(int64_t(depth_.kernel) * height_.kernel),
+        taps_of_phase_(std::size_t(columns_.stride)) {
     for (int tap = 0; tap < columns_.kernel; ++tap) {
       int64_t const reached = int64_t(columns_.dilation) * tap;
-      taps_.push_back({reached % columns_.stride, reached / columns_.stride});
+      taps_.push_back({reached % columns_.stride, reached / columns_.stride, tap});
+      taps_of_phase_[std::size_t(taps_.back().phase)].push_back(taps_.back());
       most_shift_ = std::max(most_shift_, taps_.back().shift);
     }
     first_position_ = columns_.padding / columns_.stride;
@@ -157,6 +160,7 @@ class Direct {
   AxisProblem depth_, height_, columns_;
   int64_t input_lines_, output_lines_, filter_rows_;
   std::vector<ColumnTap> taps_;
+  std::vector<std::vector<ColumnTap>> taps_of_phase_;
   int64_t most_shift_ = 0;
   // Of the output's columns: positions of each phase, from the first on.
   int64_t first_position_, positions_;
@@ -194,7 +198,7 @@ class Convolution final : Direct {
         t.output, batch_ * groups_ * outputs_ * output_lines_ * columns_.output * size_of(dtype_));
     int64_t const staged = inputs_ * filter_rows_ * input_room_;
     int64_t const phase = round_up(positions_ + kRoom, kRoom);
-    int64_t const room = staged + 2 * columns_.stride * phase;
+    int64_t const room = staged + 2 * int64_t(columns_.stride) * phase;
     Buffer<float> const buffer(threads * room);
     std::vector<Lists> lists(static_cast<std::size_t>(threads));
     for_each_unit(batch_ * groups_, output_lines_, outputs_ * columns_.output, threads,
@@ -234,10 +238,9 @@ class Convolution final : Direct {
                 weight_offset(group * inputs_ + c, k, lists.met[std::size_t(i)].filter_row);
             float const* const line_at =
                 staged + (c * met + i) * input_room_ + zeros_in_front_ + first_position_;
-            for (std::size_t tap = 0; tap < taps_.size(); ++tap) {
-              if (taps_[tap].phase != phase) continue;
-              lists.sources.push_back(line_at - taps_[tap].shift);
-              lists.weights.push_back(weights[tap]);
+            for (ColumnTap const& tap : taps_of_phase_[std::size_t(phase)]) {
+              lists.sources.push_back(line_at - tap.shift);
+              lists.weights.push_back(weights[tap.place]);
             }
           }
         }
@@ -301,9 +304,9 @@ class InputGradient final : Direct {
           float const* const weights =
               t.weight + weight_offset(channel, k, lists.met[std::size_t(i)].filter_row);
           float const* const phases = staged + (k * met + i) * line_room;
-          for (std::size_t tap = 0; tap < taps_.size(); ++tap) {
-            lists.sources.push_back(phases + taps_[tap].phase * phase_room_ + taps_[tap].shift);
-            lists.weights.push_back(weights[tap]);
+          for (ColumnTap const& tap : taps_) {
+            lists.sources.push_back(phases + tap.phase * phase_room_ + tap.shift);
+            lists.weights.push_back(weights[tap.place]);
           }
         }
       }
@@ -401,6 +404,8 @@ void check(TransposedProblem const& problem, DType dtype, int64_t batch, int thr
                         axis.dilation >= 1 && axis.padding >= 0,
                     "axes: got an extent below 1 or a padding below 0");
   }
+  FUSEDCONV_CHECK(problem.axes[2].stride <= kMostColumnStride, "stride: got ",
+                  problem.axes[2].stride, " along the last axis");
 }
 
 void check_pointer(char const* name, void const* pointer) {

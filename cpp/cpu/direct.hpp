@@ -9,6 +9,9 @@
 
 namespace fusedconv::cpu {
 
+// Along the last axis, whose phases are lines of their own.
+inline constexpr int kMostColumnStride = 64;
+
 // Dense tensors: input [N, C, D, H, W], output [N, K, Z, P, Q] and their gradients, of one dtype;
 // weight and its gradient [C, K / groups, T, R, S] and bias [K], in float32. A pass leaves those
 // null that it has nothing to do with; a bias may be absent.

@@ -77,7 +77,9 @@ def conv_transpose_act_norm(
 
     ``recompute`` keeps no output of the convolution for the backward pass, which computes it once
     more instead: a training step then needs less memory by a tensor of the output's size, and takes
-    longer by a convolution. Gradients are the same but for rounding.
+    longer by a convolution. Gradients are the same but for rounding. It says nothing where torch's
+    operators are composed: under autocast on processors, and of an activation that no kernel has in
+    front of a normalisation.
 
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """

@@ -58,10 +58,11 @@ def supports_extents(conv: ConvTransposeGeometry, spatial: tuple[int, ...]) -> S
     output = conv.output_spatial(spatial)
     # Before the output is cropped by the padding.
     whole = (n + 2 * p for n, p in zip(output, conv.padding, strict=True))
-    if max(*whole, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
+    steps = (*conv.stride, *conv.dilation)
+    if max(*whole, *steps, math.prod(spatial), math.prod(output)) >= MOST_PIXELS:
         return Support.no(
-            f"a sample of {spatial} makes {output}, pixels and positions along an axis are "
-            f"counted to {MOST_PIXELS}"
+            f"a sample of {spatial} makes {output} by stride {conv.stride} and dilation "
+            f"{conv.dilation}; pixels and positions along an axis are counted to {MOST_PIXELS}"
         )
     taps = math.prod(conv.kernel_size)
     if taps >= MOST_TAPS:

@@ -189,11 +189,8 @@ class TorchPlan(ForwardPlan):
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Outputs:
-        arguments = (self.problem, input, weight, bias, norm_weight, norm_bias, residual)
-        if not input.is_cuda:  # a small convolution takes as long as entering the scope
-            return compose(*arguments)
         with precision_scope(self.problem.precision, input):
-            return compose(*arguments)
+            return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
 
 
 class TorchForward(ForwardKernel):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedconv.errors import NoKernelError
+from fusedconv.kernels.torch import TorchPlan
 from fusedconv.layout import dense, empty, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
@@ -25,7 +27,7 @@ from fusedconv.ops.common import (
     register_gradients,
 )
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan, torch_backward_plan
-from fusedconv.plan import BackwardPlan
+from fusedconv.plan import BackwardPlan, ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import epilogue, need_what_they_read
 from fusedconv.recording import record
@@ -137,7 +139,14 @@ def recomputed(call: ConvCall) -> Tensor | None:
     if not call.recompute:
         return None
     alone = _exact(call.convolution())
-    output = run(conv_plan(alone, False), *alone.tensors).output
+    # Autocast around the backward pass says nothing of the forward pass.
+    with torch.autocast(call.input.device.type, enabled=False):
+        plan: ForwardPlan
+        try:
+            plan = conv_plan(alone, False)
+        except NoKernelError:  # FUSEDCONV_KERNEL names one that serves more than a convolution
+            plan = TorchPlan(alone.problem(False))
+        output = run(plan, *alone.tensors).output
     return dense(output, result_layout_of(call.input))
 
 

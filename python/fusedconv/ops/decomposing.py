@@ -10,11 +10,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fusedconv.ops import conv_transpose, group_norm
+from fusedconv.ops.planning import ConvCall
 
 
 def _traced(*arguments: Any) -> Tensor:
     """What TorchScript's graphs hold has the output only."""
-    return conv_transpose.in_torch(*arguments, False)[0]
+    call = ConvCall(*arguments)
+    return conv_transpose.in_torch(*conv_transpose.operator_arguments(call, False))[0]
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:

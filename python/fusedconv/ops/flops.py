@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import flop_counter
 
+from fusedconv.ops.planning import ConvCall
+
 
 def _forward(input: list[int], weight: list[int], *arguments: Any, **keywords: Any) -> int:
     return flop_counter.conv_flop_count(input, weight, [], transposed=True)
@@ -28,7 +30,9 @@ def _backward(
     *arguments: Any,
     **keywords: Any,
 ) -> int:
-    return _forward(input, weight) * sum(output_mask[:2])
+    # Of a call's fields, the last of which has a default.
+    recompute = len(arguments) + 2 == len(ConvCall._fields) and bool(arguments[-1])
+    return _forward(input, weight) * (sum(output_mask[:2]) + recompute)
 
 
 def _none(*arguments: Any, **keywords: Any) -> int:

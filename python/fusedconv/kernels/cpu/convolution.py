@@ -170,8 +170,9 @@ class Convolution(ABC):
             weight.to(self.dtype),
             None if bias is None or apart else bias.to(self.dtype),
         )
-        if self.cut is not None:
-            result = result[self.cut]
+        if self.cut is not None:  # memory of its own, whatever axes of one element look like
+            part = result[self.cut]
+            result = empty(part, part.shape, self.layout, self.dtype).copy_(part)
         # Autocast around the operator lowers torch's convolution.
         result = owning(as_stored(result, self.layout, self.dtype))
         if apart:

@@ -8,6 +8,7 @@ Everything is summed in float32, whatever the dtype, over channels first; other 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from fusedconv.precision import COMPILED_DTYPES, dtype_name
 from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
 from fusedconv.support import Support
 
-#: Of a group: products of an input and an output channel, or input channels.
+#: Of a group: pairs of an input and an output channel, or input channels.
 MOST_PRODUCTS, MOST_INPUTS = 64, 16
-#: The shares of the processor's rate that the loops reach, and passes over what a pass reads and
-#: writes. Measured on two cores with AVX-512.
-_SHARE, _WEIGHT_SHARE, _PASSES = 0.2, 0.15, 1.5
+#: Bytes of lines that a thread holds.
+_MOST_BYTES = 16 << 20
+#: The shares of the processor's rate that the loops reach, passes over what a pass reads and
+#: writes, and seconds that a line of a phase takes beside. Measured on two cores with AVX-512.
+_SHARE, _WEIGHT_SHARE, _PASSES, _LINE = 0.2, 0.15, 1.5, 20e-9
 
 
 @functools.lru_cache(maxsize=1024)
@@ -48,15 +51,45 @@ def _float_weight(weight: Tensor) -> Tensor:
     return weight.to(torch.float32).contiguous()
 
 
-def supports_channels(conv: ConvTransposeGeometry) -> Support:
-    """Whether a group has as few channels as the loops are made for."""
+def supports_channels(conv: ConvTransposeGeometry, most_inputs: int) -> Support:
+    """Whether a group has as few channels as the loops are made for: ``most_inputs`` of the input,
+    whatever the output, or ``MOST_PRODUCTS``."""
     inputs, outputs = conv.in_channels // conv.groups, conv.out_channels // conv.groups
-    if inputs * outputs <= MOST_PRODUCTS or inputs <= MOST_INPUTS:
+    if inputs * outputs <= MOST_PRODUCTS or inputs <= most_inputs:
         return Support.yes()
+    few = f"up to {most_inputs} input channels or " if most_inputs else "up to "
     return Support.no(
-        f"a group has {inputs} input and {outputs} output channels, up to {MOST_INPUTS} input "
-        f"channels or {MOST_PRODUCTS} pairs are served"
+        f"a group has {inputs} input and {outputs} output channels, {few}{MOST_PRODUCTS} pairs are "
+        "served"
     )
+
+
+def _supports_lines(forward: ForwardProblem) -> Support:
+    """Whether the loops can count the problem, and a thread hold the lines that meet one."""
+    conv = forward.conv
+    assert conv is not None
+    support = supports_extents(conv, forward.spatial)
+    if not support:
+        return support
+    stride, most = conv.stride[-1], _C.cpu.most_column_stride
+    if stride > most:
+        return Support.no(f"a stride of {stride} along the last axis, up to {most} are served")
+    channels = max(conv.in_channels, conv.out_channels) // conv.groups
+    reach = conv.dilation[-1] * (conv.kernel_size[-1] - 1) // stride
+    line = forward.spatial[-1] + 2 * reach + 64
+    lines = (channels * math.prod(conv.kernel_size[:-1]) + 2) * stride
+    if 4 * lines * line > _MOST_BYTES:
+        return Support.no(
+            f"{lines} lines of {line} meet one, {_MOST_BYTES >> 20} MB of them are held"
+        )
+    return Support.yes()
+
+
+def _line_milliseconds(forward: ForwardProblem, channels: int, extents: tuple[int, ...]) -> float:
+    """What lines of each of the stride's phases take beside their products."""
+    assert forward.conv is not None
+    lines = forward.batch * channels * math.prod(extents[:-1]) * forward.conv.stride[-1]
+    return lines * _LINE * 1e3
 
 
 # ---- forward -------------------------------------------------------------------------------------
@@ -95,8 +128,8 @@ class Direct(Form):
         assert conv is not None
         for support in (
             supports_form(problem),
-            supports_channels(conv),
-            supports_extents(conv, problem.spatial),
+            supports_channels(conv, MOST_INPUTS),
+            _supports_lines(problem),
         ):
             if not support:
                 return support
@@ -104,6 +137,7 @@ class Direct(Form):
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         sums = problem.conv_flops / (_SHARE * device.fp32_flops) * 1e3
+        sums += _line_milliseconds(problem, problem.output_channels, problem.output_spatial)
         moved = _PASSES * onednn.moved_bytes(problem, problem.dtype)
         return (
             conversion_milliseconds(problem, device, problem.dtype, "nchw")
@@ -144,7 +178,7 @@ class _GradientsPlan(BackwardPlan):
             )
         if "weight" in self.gradients:
             input = as_stored(tensors.input, "nchw", self.dtype)
-            grad_weight = torch.empty(tensors.weight.shape, dtype=torch.float32)
+            grad_weight = grad.new_empty(tensors.weight.shape, dtype=torch.float32)
             _C.cpu.direct_weight_gradient(
                 *common, input.data_ptr(), grad.data_ptr(), grad_weight.data_ptr(), threads
             )
@@ -167,8 +201,9 @@ class DirectGradients(BackwardKernel):
         assert forward.conv is not None
         if problem.grad_dtype not in (forward.dtype, torch.float32):
             return Support.no(f"dtype of the output's gradient is {dtype_name(problem.grad_dtype)}")
-        support = supports_channels(forward.conv)
-        return support and supports_extents(forward.conv, forward.spatial)
+        # Sums of the weight's gradient are a vector for each of its elements.
+        support = supports_channels(forward.conv, 0)
+        return support and _supports_lines(forward)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         forward = problem.forward
@@ -181,6 +216,7 @@ class DirectGradients(BackwardKernel):
             if name not in problem.gradients:
                 continue
             sums = forward.conv_flops / (share * device.fp32_flops) * 1e3
+            sums += _line_milliseconds(forward, forward.channels, forward.spatial)
             moved = _PASSES * onednn.moved_bytes(forward, forward.dtype)
             total += max(sums, device.copy_milliseconds(moved))
             total += 2 * onednn.CALL * device.launch_milliseconds

@@ -391,53 +391,66 @@ class WeightGradient final : Direct {
   }
 };
 
-void check(TransposedProblem const& problem, DType dtype, int64_t batch, int threads) {
-  FUSEDCONV_CHECK(threads >= 1, "threads: got ", threads);
-  FUSEDCONV_CHECK(batch >= 1, "batch: got ", batch);
-  FUSEDCONV_CHECK(int(dtype) >= 0 && int(dtype) < kDTypes, "dtype: got code ", int(dtype));
-  FUSEDCONV_CHECK(problem.layout == Layout::kChannelsFirst, "layout: got channels last");
-  FUSEDCONV_CHECK(problem.channels >= 1, "channels: got ", problem.channels);
-  FUSEDCONV_CHECK(problem.output_channels >= 1, "output_channels: got ", problem.output_channels);
-  FUSEDCONV_CHECK(problem.groups >= 1, "groups: got ", problem.groups);
+void check(char const* kernel, TransposedProblem const& problem, DType dtype, int64_t batch,
+           int threads) {
+  auto const at_least = [kernel](char const* name, int64_t value, int64_t least) {
+    FUSEDCONV_CHECK(value >= least, kernel, ": ", name, ": got ", value, ", expected at least ",
+                    least);
+  };
+  at_least("threads", threads, 1);
+  at_least("batch", batch, 1);
+  at_least("channels", problem.channels, 1);
+  at_least("output_channels", problem.output_channels, 1);
+  at_least("groups", problem.groups, 1);
   for (AxisProblem const& axis : problem.axes) {
-    FUSEDCONV_CHECK(axis.input >= 1 && axis.output >= 1 && axis.kernel >= 1 && axis.stride >= 1 &&
-                        axis.dilation >= 1 && axis.padding >= 0,
-                    "axes: got an extent below 1 or a padding below 0");
+    at_least("input", axis.input, 1);
+    at_least("output", axis.output, 1);
+    at_least("kernel", axis.kernel, 1);
+    at_least("stride", axis.stride, 1);
+    at_least("dilation", axis.dilation, 1);
+    at_least("padding", axis.padding, 0);
   }
-  FUSEDCONV_CHECK(problem.axes[2].stride <= kMostColumnStride, "stride: got ",
-                  problem.axes[2].stride, " along the last axis");
+  int const stride = problem.axes[2].stride, code = int(dtype);
+  FUSEDCONV_CHECK(stride <= kMostColumnStride, kernel, ": stride: got ", stride,
+                  " along the last axis, expected at most ", kMostColumnStride);
+  FUSEDCONV_CHECK(code >= 0 && code < kDTypes, kernel, ": dtype: got code ", code);
+  FUSEDCONV_CHECK(problem.layout == Layout::kChannelsFirst, kernel,
+                  ": layout: got channels last, expected channels first");
 }
 
-void check_pointer(char const* name, void const* pointer) {
-  FUSEDCONV_CHECK(pointer != nullptr, name, ": got null");
+void check_pointer(char const* kernel, char const* name, void const* pointer) {
+  FUSEDCONV_CHECK(pointer != nullptr, kernel, ": ", name, ": got null");
 }
 
 }  // namespace
 
 void direct_convolution(TransposedProblem const& problem, DType dtype, int64_t batch,
                         DirectTensors const& tensors, int threads) {
-  check(problem, dtype, batch, threads);
-  check_pointer("input", tensors.input);
-  check_pointer("weight", tensors.weight);
-  check_pointer("output", tensors.output);
+  constexpr auto kKernel = "direct_convolution";
+  check(kKernel, problem, dtype, batch, threads);
+  check_pointer(kKernel, "input", tensors.input);
+  check_pointer(kKernel, "weight", tensors.weight);
+  check_pointer(kKernel, "output", tensors.output);
   Convolution(problem, dtype, batch).run(tensors, threads);
 }
 
 void direct_input_gradient(TransposedProblem const& problem, DType dtype, int64_t batch,
                            DirectTensors const& tensors, int threads) {
-  check(problem, dtype, batch, threads);
-  check_pointer("grad_output", tensors.grad_output);
-  check_pointer("weight", tensors.weight);
-  check_pointer("grad_input", tensors.grad_input);
+  constexpr auto kKernel = "direct_input_gradient";
+  check(kKernel, problem, dtype, batch, threads);
+  check_pointer(kKernel, "grad_output", tensors.grad_output);
+  check_pointer(kKernel, "weight", tensors.weight);
+  check_pointer(kKernel, "grad_input", tensors.grad_input);
   InputGradient(problem, dtype, batch).run(tensors, threads);
 }
 
 void direct_weight_gradient(TransposedProblem const& problem, DType dtype, int64_t batch,
                             DirectTensors const& tensors, int threads) {
-  check(problem, dtype, batch, threads);
-  check_pointer("input", tensors.input);
-  check_pointer("grad_output", tensors.grad_output);
-  check_pointer("grad_weight", tensors.grad_weight);
+  constexpr auto kKernel = "direct_weight_gradient";
+  check(kKernel, problem, dtype, batch, threads);
+  check_pointer(kKernel, "input", tensors.input);
+  check_pointer(kKernel, "grad_output", tensors.grad_output);
+  check_pointer(kKernel, "grad_weight", tensors.grad_weight);
   WeightGradient(problem, dtype, batch).run(tensors, threads);
 }
 

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLoads = 4;  // of a thread, under way together
-using Vector = device::Pack<float, kLineAlignment / int(sizeof(float))>;
 constexpr int kVector = kLineAlignment / int(sizeof(float));
+using Vector = device::Pack<float, kVector>;
 
 __device__ __forceinline__ float small_part_of(float value) {
   return value - device::round_to_tf32(value);
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void small_part(int64_t lines, int64_t columns, float const* input, float* output,
                 cudaStream_t stream) {
-  FUSEDCONV_CHECK(device::is_aligned(input, kLineAlignment), "small_part: input is not aligned");
+  FUSEDCONV_CHECK(device::is_aligned(input, kLineAlignment), "small_part: input: got address ",
+                  input, ", expected a multiple of ", kLineAlignment);
   int64_t const pitch = padded(columns, int(sizeof(float)));
   int64_t const elements = (lines - 1) * pitch + columns;
   int64_t const vectors = std::max<int64_t>(1, elements / kVector);

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conv_gradients import TF32_ERROR
 from gpu_checks import bound, fused_against_fp64, poison, round_to_tf32
 from reference import ACTIVATIONS, TORCH_SCRIPTS, channels_last, relative_error
 from torch import nn
@@ -248,7 +249,11 @@ def test_system_forward_and_gradients(name, precision, layout, eager_precision):
         assert torch.isfinite(a).all(), what
         error, eager_error = relative_error(a, r), relative_error(e, r)
         # Gradients of parameters are long sums, whose rounding is a matter of order: twice eager's.
-        limit = eager_error if what in ("inference", "output") else 2 / 1.1 * eager_error
+        limit = eager_error
+        if what not in ("inference", "output"):
+            limit *= 2 / 1.1
+            if precision == "tf32":
+                limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
         assert error <= bound(limit, precision), (what, error, eager_error)
     if precision == "fp32":
         torch.testing.assert_close(inference, eager[0], atol=1e-5, rtol=1e-5)

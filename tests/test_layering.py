@@ -76,6 +76,7 @@ USE_COMPILED = {
     "selection",
     "winners",
     "kernels.cuda.batch_norm",
+    "kernels.cuda.boxes_gradients",
     "kernels.cuda.boxes_sm90",
     "kernels.cuda.clusters_sm90",
     "kernels.cuda.convolution",

@@ -22,6 +22,7 @@ ANY = "..."
 #: What each step starts: a pattern of the step, and one for each kernel of the GPU, in order.
 KERNELS = [
     (r"pack filter", ["pack_filter_kernel"]),
+    (r"pack the input \(rounded to TF32\)", ["pack_input_kernel"]),
     (r"torch copy of ", ["elementwise_kernel"]),
     (r"input \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),
     (r"sm80_conv", [r"sm80::"]),

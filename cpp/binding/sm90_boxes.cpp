@@ -6,8 +6,61 @@
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
 #include "conv/sm90/boxes/steps.hpp"
+#include "conv/sm90/boxes/weight/steps.hpp"
 
 namespace fusedconv::binding {
+namespace {
+
+void bind_weight(py::module_& room) {
+  using namespace conv::sm90::boxes::weight;
+  using conv::sm90::boxes::Problem;
+  py::module_ m = room.def_submodule("weight", "Weight gradients by tensor copies.");
+  py::class_<Row>(m, "Row", "One compiled kernel.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math)
+      .def_property_readonly(
+          "channels", [](Row const& row) { return row.block.channels * kUnit; },
+          "Input channels of a block.")
+      .def_property_readonly(
+          "columns", [](Row const& row) { return row.block.units * kUnit; },
+          "Output channels of taps of a block.");
+  m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
+  py::class_<Config>(m, "Config", "How a row serves a problem of a given batch on a device.")
+      .def(py::init<Row const&, Problem const&, int64_t, Device const&>(), py::arg("row"),
+           py::kw_only(), py::arg("problem"), py::arg("batch"), py::arg("device"),
+           "problem: of the input's gradient, as boxes.Config takes it to gather.")
+      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+      .def_property_readonly("tasks", scheduled<Config>(&Schedule::tasks),
+                             "Blocks of input channels by units of output channels at a tap.")
+      .def_property_readonly("splits", scheduled<Config>(&Schedule::splits), "Blocks of a task.")
+      .def_property_readonly(
+          "slabs", [](Config const& config) { return config.schedule.slabs.all(); },
+          "Boxes of positions.")
+      .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
+      .def_property_readonly(
+          "stage_bytes",
+          [](Config const& config) { return Memory::stage_bytes(config.row->block); })
+      .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("packed_bytes", scheduled<Config>(&Schedule::packed_bytes),
+                             "Of the input, 0 where it is read as it lies.")
+      .def_property_readonly("partial_bytes", scheduled<Config>(&Schedule::partial_bytes));
+  py::class_<PackInput, Step, std::shared_ptr<PackInput>>(
+      m, "PackInput", "The input as rows with packed_bytes read it, rounded to TF32.")
+      .def(py::init<Config const&, Operand, Operand>(), py::arg("config"), py::kw_only(),
+           py::arg("input"), py::arg("packed"));
+  py::class_<SumProducts, Step, std::shared_ptr<SumProducts>>(
+      m, "SumProducts", "The weight gradient in parts; both tensors are dense, channels last.")
+      .def(py::init<Config const&, Operand, Operand, Operand>(), py::arg("config"), py::kw_only(),
+           py::arg("input"), py::arg("grad_output"), py::arg("partials"));
+  py::class_<AddPartials, Step, std::shared_ptr<AddPartials>>(
+      m, "AddPartials", "The weight gradient from its parts, in a fixed order.")
+      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("target"), py::arg("partials"),
+           py::arg("grad_weight"),
+           "target: the gradient's extents and strides; `c` its output channels.");
+}
+
+}  // namespace
 
 void bind_sm90_boxes(py::module_& room) {
   using namespace conv::sm90::boxes;
@@ -26,8 +79,14 @@ void bind_sm90_boxes(py::module_& room) {
           "Whether it reads channels first.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, Problem const&, Device const&>(), py::arg("row"), py::kw_only(),
-           py::arg("problem"), py::arg("device"))
+      .def(py::init([](Row const& row, Problem const& problem, Device const& device, bool gathers) {
+             auto const direction = gathers ? Direction::kGathers : Direction::kScatters;
+             return Config(row, problem, device, direction);
+           }),
+           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("device"),
+           py::arg("gathers") = false,
+           "gathers: an ordinary convolution of the problem's axes, whose filter's `c` is what it "
+           "reads; else a transposed one.")
       .def_property_readonly("support", scheduled<Config>(&Schedule::support))
       .def_property_readonly("reads", &Config::reads)
       .def_property_readonly("phases", scheduled<Config>(&Schedule::phases),
@@ -46,6 +105,10 @@ void bind_sm90_boxes(py::module_& room) {
                              "Of each tap: the input position less the output's, by axis.")
       .def_property_readonly("masks", scheduled<Config>(&Schedule::masks),
                              "Of each tap: bits of the set's phases that have it.")
+      .def_property_readonly("sources", scheduled<Config>(&Schedule::sources),
+                             "Of what is gathered from: residues by axis of the pixels read.")
+      .def_property_readonly("tap_sources", scheduled<Config>(&Schedule::tap_sources),
+                             "Of each tap: which source it reads.")
       .def_property_readonly("segment", scheduled<Config>(&Schedule::segment),
                              "Columns of a phase in a block.")
       .def_property_readonly("channel_blocks", scheduled<Config>(&Schedule::channel_blocks))
@@ -73,6 +136,7 @@ void bind_sm90_boxes(py::module_& room) {
                     Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("norm"), py::arg("input"), py::arg("filter"),
            py::arg("bias"), py::arg("weight"), py::arg("norm_bias"), py::arg("output"));
+  bind_weight(m);
 }
 
 }  // namespace fusedconv::binding

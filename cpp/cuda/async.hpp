@@ -14,6 +14,13 @@ __device__ __forceinline__ uint32_t shared_address(void const* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
+// Of shared memory, by its address there.
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t result;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(result) : "r"(address));
+  return result;
+}
+
 // ---- mbarriers ----
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {

@@ -5,6 +5,7 @@ from fusedconv.kernels.cpu import conv_gradients, conv_transpose
 from fusedconv.kernels.cpu import direct as cpu_direct
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
 from fusedconv.kernels.cuda import (
+    boxes_gradients,
     boxes_sm90,
     clusters_sm90,
     direct,
@@ -39,6 +40,7 @@ def built_in() -> list[Kernel]:
         clusters_sm90,
         direct,
         sm90_gradients,
+        boxes_gradients,
         direct_gradients,
         group_norm,
         gradients,

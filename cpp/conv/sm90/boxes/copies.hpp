@@ -13,11 +13,12 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// Of the input, for boxes of a slab and a chunk of channels; of the output: channels last of each
-// phase's pixels, channels first of each set's.
+// For boxes of a slab and a chunk of channels. Of a convolution that scatters: of the input whole;
+// of the output channels last by phases' pixels, channels first by sets'. Of one that gathers: of
+// the output whole and of the input by sources.
 struct Maps {
-  CUtensorMap input;
-  CUtensorMap outputs[kMostPhases];
+  CUtensorMap whole;
+  CUtensorMap parts[kMostPhases];
 };
 
 struct Barriers {
@@ -52,10 +53,10 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
           if (!slabs[i].present) continue;
           int const channel = chunk * Traits::kChunk, column = slabs[i].origin[2] + shift[2];
           cute::SM90_TMA_LOAD_5D::copy(
-              &maps.input, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-              stage + i * kSlab * kChunkBytes, Traits::kPlanes ? column : channel,
-              Traits::kPlanes ? channel : column, slabs[i].origin[1] + shift[1],
-              slabs[i].origin[0] + shift[0], slabs[i].sample);
+              p.gathers ? &maps.parts[p.tap_sources[tap]] : &maps.whole, full,
+              uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), stage + i * kSlab * kChunkBytes,
+              Traits::kPlanes ? column : channel, Traits::kPlanes ? channel : column,
+              slabs[i].origin[1] + shift[1], slabs[i].origin[0] + shift[0], slabs[i].sample);
         }
         device::bulk_load(device::shared_address(stage) + kConsumers * kSlab * kChunkBytes, filter,
                           filter_bytes, full);

@@ -210,7 +210,7 @@ __device__ __forceinline__ void store_pixels(Params const& p, Maps const& maps, 
   for (int column = 0; column < Traits::kPortion; column += 1 << p.store_shift) {
     ColumnPlace const at(p, block, portion * Traits::kPortion + column);
     if (!at.present) continue;
-    cute::SM90_TMA_STORE_5D::copy(&maps.outputs[at.phase],
+    cute::SM90_TMA_STORE_5D::copy(p.gathers ? &maps.whole : &maps.parts[at.phase],
                                   staged + column * kSlab * Traits::kElementBytes, at.channel,
                                   slab.origin[2], slab.origin[1], slab.origin[0], slab.sample);
   }
@@ -265,7 +265,7 @@ __device__ __forceinline__ void store_planes(Params const& p, Maps const& maps, 
   if (channel >= p.output_channels) return;
   int const pieces = p.box[2] >> p.piece_shift;
   for (int piece = 0; piece < pieces; ++piece) {
-    cute::SM90_TMA_STORE_5D::copy(&maps.outputs[block.set],
+    cute::SM90_TMA_STORE_5D::copy(&maps.parts[block.set],
                                   staged + piece * (Memory::kPortionBytes / pieces),
                                   (slab.origin[2] + (piece << p.piece_shift)) * Traits::kSegments,
                                   slab.origin[1], slab.origin[0], channel, slab.sample);

@@ -6,12 +6,12 @@
 
 #include "conv/sm90/boxes/copies.hpp"
 #include "conv/sm90/boxes/epilogue.hpp"
+#include "conv/sm90/boxes/operand.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
 #include "cuda/async.hpp"
 #include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
-#include "cute/arch/mma_sm90_desc.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
 #if defined(__CUDA_ARCH__) && !defined(CUTE_ARCH_MMA_SM90A_ENABLED)
@@ -19,17 +19,6 @@
 #endif
 
 namespace fusedconv::conv::sm90::boxes {
-
-// leading, stride: bytes, as the layout has them.
-__device__ __forceinline__ uint64_t operand(uint32_t address, gmma::LayoutType layout, int leading,
-                                            int stride) {
-  cute::GmmaDescriptor result;
-  result.bitfield.start_address_ = uint16_t(address >> 4);
-  result.bitfield.leading_byte_offset_ = uint16_t(leading >> 4);
-  result.bitfield.stride_byte_offset_ = uint16_t(stride >> 4);
-  result.bitfield.layout_type_ = uint8_t(layout);
-  return result.desc_;
-}
 
 // Rows of a chunk's channels, swizzled as tensor copies swizzle them, 8 rows after another.
 __device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
@@ -46,12 +35,6 @@ __device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_byt
     case 32: return operand(address, gmma::LayoutType::B32, line, eight);
     default: return operand(address, gmma::LayoutType::INTERLEAVE, eight, line);
   }
-}
-
-template <class Mma, int... kIndex>
-__device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sums)[sizeof...(kIndex)],
-                                         std::integer_sequence<int, kIndex...>) {
-  Mma::fma(a, b, sums[kIndex]...);
 }
 
 template <class Traits, bool kNormalizes>

@@ -4,8 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "conv/failure.hpp"
-#include "conv/sm90/tma.hpp"
+#include "conv/sm90/boxes/map_axes.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 namespace {
@@ -19,73 +18,67 @@ CUtensorMapSwizzle swizzle_of(int row_bytes) {
   }
 }
 
+// Lines of a slab, each of all channels of a chunk in turn.
+MapAxes plane_axes(MapAxes axes, Slabs const& slabs, int element_bytes) {
+  auto const box = box_of(slabs);
+  std::swap(axes.extents[1], axes.extents[3]);
+  std::swap(axes.extents[2], axes.extents[3]);
+  axes.strides = {axes.strides[2], axes.strides[0], axes.strides[1], axes.strides[3]};
+  axes.box = {box[0], cuuint32_t(kChunkBytes / element_bytes), box[1], box[2], box[3]};
+  axes.swizzle = swizzle_of(int(box[0]) * element_bytes);
+  return axes;
+}
+
 }  // namespace
 
 Maps maps_of(Arguments const& a, Slabs const& slabs) {
   Config const& config = a.config;
   Problem const& c = config.problem;
   Schedule const& s = config.schedule;
-  auto const element = cuuint64_t(config.traits().element_bytes());
+  int const element = config.traits().element_bytes();
+  auto const box = box_of(slabs);
+  bool const gathers = s.direction == Direction::kGathers;
+  bool const planes = config.row->shape.planes;
   auto const encode = [&](Math math, void const* base, MapAxes const& axes) {
-    CUtensorMap map;
-    CUresult const status = try_encode_map(math, base, axes, map);
-    if (status != CUDA_SUCCESS) {
-      fail_launch(config, a.batch, "cuTensorMapEncodeTiled", detail::join("status ", int(status)));
-    }
-    return map;
+    return encoded(config, a.batch, math, base, axes);
   };
-  // Of dense tensors, innermost axis first.
-  auto const dense = [&](Layout layout, int channels, int AxisProblem::* length) {
-    auto const w = cuuint64_t(c.axes[2].*length), h = cuuint64_t(c.axes[1].*length),
-               d = cuuint64_t(c.axes[0].*length), k = cuuint64_t(channels), n = cuuint64_t(a.batch);
-    MapAxes axes{};
-    if (layout == Layout::kChannelsLast) {
-      axes.extents = {k, w, h, d, n};
-    } else {
-      axes.extents = {w, h, d, k, n};
-    }
-    cuuint64_t stride = element;
-    for (int i = 0; i < 4; ++i) axes.strides[i] = stride *= axes.extents[i];
-    return axes;
-  };
-  std::array<cuuint32_t, 4> box;  // by width, height, depth, sample
-  for (int i = 0; i < 4; ++i) box[i] = cuuint32_t(slabs.box[i < kMaxAxes ? kMaxAxes - 1 - i : i]);
-  auto const chunk = cuuint32_t(kChunkBytes / element);
 
   Maps maps;
-  bool const planes = config.row->shape.planes;
-  MapAxes input = dense(planes ? Layout::kChannelsFirst : Layout::kChannelsLast, c.channels,
-                        &AxisProblem::input);
-  if (planes) {
-    // Lines of a slab, each of all channels in turn.
-    std::swap(input.extents[1], input.extents[3]);
-    std::swap(input.extents[2], input.extents[3]);
-    input.strides = {input.strides[2], input.strides[0], input.strides[1], input.strides[3]};
-    input.box = {box[0], chunk, box[1], box[2], box[3]};
-    input.swizzle = swizzle_of(int(box[0] * element));
+  MapAxes input = dense_axes(planes ? Layout::kChannelsFirst : Layout::kChannelsLast, c.channels,
+                             input_pixels(c), a.batch, element);
+  input = planes ? plane_axes(input, slabs, element) : chunk_axes(input, slabs, element);
+  if (gathers) {
+    for_each_source(c, s, input, a.input,
+                    [&](std::size_t i, void const* base, MapAxes const& axes) {
+                      maps.parts[i] = encode(config.row->math, base, axes);
+                    });
   } else {
-    input.box = {chunk, box[0], box[1], box[2], box[3]};
-    input.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    maps.whole = encode(config.row->math, a.input, input);
   }
-  maps.input = encode(config.row->math, a.input, input);
 
   // What is stored is rounded no further.
   Math const stored = config.traits().dtype == DType::kFloat32 ? Math::kF32 : config.row->math;
   bool const last = s.layout == Layout::kChannelsLast;
-  MapAxes const whole = dense(s.layout, c.output_channels, &AxisProblem::output);
-  int const maps_of_output = int(last ? s.phases.size() : s.sets.size());
-  for (int i = 0; i < maps_of_output; ++i) {
+  MapAxes const whole = dense_axes(s.layout, c.output_channels, output_pixels(c), a.batch, element);
+  std::size_t const parts = last ? s.phases.size() : s.sets.size();
+  for (std::size_t i = 0; i < parts; ++i) {
     MapAxes axes = whole;
-    auto const& phase = s.phases[last ? i : s.sets[i].first];
+    Residues const& residues = s.phases[last ? i : s.sets[i].first];
+    Extents outputs;
+    for (int axis = 0; axis < kMaxAxes; ++axis) {
+      outputs[axis] = s.axes[axis].phase(residues[axis]).outputs;
+    }
     cuuint64_t offset = 0;
-    // Channels first, the phases along width are neighbours, and the copy has all.
-    for (int axis = 0; axis < (last ? kMaxAxes : kMaxAxes - 1); ++axis) {
-      int const dim = kMaxAxes - 1 - axis;  // width 0, height 1, depth 2
-      cuuint64_t& stride = axes.strides[last ? dim : dim - 1];
-      offset += phase[axis] * stride;
-      auto const outputs = cuuint64_t(s.axes[axis].phase(phase[axis]).outputs);
-      axes.extents[last ? dim + 1 : dim] = outputs;
-      if (outputs > 1) stride *= c.axes[axis].stride;  // of one the stride has no say
+    if (last && !gathers) offset = keep_phase(axes, residues, outputs, c.axes);
+    if (!last) {
+      // The phases along width are neighbours, and the copy has all.
+      for (int axis = 0; axis < kMaxAxes - 1; ++axis) {
+        int const dim = kMaxAxes - 1 - axis;  // height 1, depth 2
+        cuuint64_t& stride = axes.strides[dim - 1];
+        offset += residues[axis] * stride;
+        axes.extents[dim] = cuuint64_t(outputs[axis]);
+        if (outputs[axis] > 1) stride *= c.axes[axis].stride;
+      }
     }
     if (last) {
       axes.box = {cuuint32_t(s.store_columns), box[0], box[1], box[2], box[3]};
@@ -94,8 +87,9 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
       axes.box = {positions * config.row->shape.segments, box[1], box[2],
                   cuuint32_t(s.store_columns), box[3]};
     }
-    axes.swizzle = swizzle_of(int(axes.box[0] * element));
-    maps.outputs[i] = encode(stored, static_cast<unsigned char*>(a.output) + offset, axes);
+    axes.swizzle = swizzle_of(int(axes.box[0]) * element);
+    CUtensorMap& map = gathers ? maps.whole : maps.parts[i];
+    map = encode(stored, static_cast<unsigned char*>(a.output) + offset, axes);
   }
   return maps;
 }

@@ -76,6 +76,13 @@ __global__ void __launch_bounds__(kPackThreads)
 void place_taps(Config const& config, PackParams& p) {
   Schedule const& s = config.schedule;
   Shape const& shape = config.row->shape;
+  if (s.direction == Direction::kGathers) {
+    p.rows[0] = s.sets[0].rows;
+    for (std::size_t tap = 0; tap < s.taps.size(); ++tap) {
+      p.places[tap] = {.row = uint16_t(tap * shape.columns), .set = 0};
+    }
+    return;
+  }
   auto const& axes = s.axes;
   for (std::size_t number = 0; number < s.sets.size(); ++number) {
     PhaseSet const& set = s.sets[number];

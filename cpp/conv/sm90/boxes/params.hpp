@@ -18,7 +18,7 @@ struct Params {
   float const* scale;
   float const* shift;
   PixelNorm norm;
-  bool channels_last;
+  bool channels_last, gathers;
   Activation activation;
   int output_channels;
   int tile_count, slab_count, blocks;
@@ -34,6 +34,7 @@ struct Params {
   uint16_t first_row[kMostPhases], set_rows[kMostPhases];
   Tap taps[kMostTaps];
   uint16_t masks[kMostTaps];
+  uint8_t tap_sources[kMostTaps];
 
   // slabs: those of the arguments' batch.
   static Params of(Arguments const& arguments, Slabs const& slabs);
@@ -92,6 +93,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   if (a.norm != nullptr) p.norm = *a.norm;
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
+  p.gathers = s.direction == Direction::kGathers;
   p.output_channels = config.problem.output_channels;
   FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,
                   ": slabs by blocks of columns: got ", slabs.all() * s.blocks,
@@ -125,6 +127,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   }
   std::copy(s.taps.begin(), s.taps.end(), p.taps);
   std::copy(s.masks.begin(), s.masks.end(), p.masks);
+  std::copy(s.tap_sources.begin(), s.tap_sources.end(), p.tap_sources);
   return p;
 }
 

@@ -12,11 +12,11 @@ std::vector<Row> const& rows() {
   return all;
 }
 
-Config::Config(Row const& row, Problem const& problem, Device const& device)
+Config::Config(Row const& row, Problem const& problem, Device const& device, Direction direction)
     : row(&row),
       problem(problem),
       multiprocessors(device.multiprocessors),
-      schedule(schedule_of(problem, row.math, row.shape, device)) {}
+      schedule(schedule_of(problem, direction, row.math, row.shape, device)) {}
 
 int64_t Config::tiles(int64_t batch) const {
   return ceil_div(schedule.slabs(batch).all(), kConsumers);

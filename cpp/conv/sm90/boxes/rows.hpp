@@ -61,7 +61,8 @@ struct Config {
   int multiprocessors;
   Schedule schedule;
 
-  Config(Row const& row, Problem const& problem, Device const& device);
+  Config(Row const& row, Problem const& problem, Device const& device,
+         Direction direction = Direction::kScatters);
 
   // How the input is read, for a person.
   std::string reads() const { return row->shape.planes ? "nchw" : "nhwc"; }

@@ -18,8 +18,7 @@ Schedule refused(std::string reason) {
 }
 
 // The input positions less q that a phase's taps meet, those of an axis outermost first.
-std::vector<Tap> taps_of(std::array<Axis, kMaxAxes> const& axes,
-                         std::array<int, kMaxAxes> const& residue) {
+std::vector<Tap> taps_of(std::array<Axis, kMaxAxes> const& axes, Residues const& residue) {
   std::vector<Tap> result{Tap{}};
   for (int a = 0; a < kMaxAxes; ++a) {
     Phase const phase = axes[a].phase(residue[a]);
@@ -37,7 +36,7 @@ std::vector<Tap> taps_of(std::array<Axis, kMaxAxes> const& axes,
 }
 
 // Appends sets of `together` of the phases in turn, which read what any of them reads.
-void append_sets(Schedule& s, std::vector<std::array<int, kMaxAxes>> const& phases, int together) {
+void append_sets(Schedule& s, std::vector<Residues> const& phases, int together) {
   for (std::size_t first = 0; first < phases.size(); first += together) {
     int const count = int(std::min(phases.size() - first, std::size_t(together)));
     std::map<Tap, uint16_t> taps;
@@ -56,9 +55,17 @@ void append_sets(Schedule& s, std::vector<std::array<int, kMaxAxes>> const& phas
   }
 }
 
-// Groups the phases: by what they read where a row has one segment, else by neighbours.
+// Groups the phases: by what they read where a row has one segment, else by neighbours. What
+// gathers has one.
 void group_phases(Schedule& s, Shape const& shape) {
-  std::vector<std::array<int, kMaxAxes>> all;
+  if (s.direction == Direction::kGathers) {
+    int const taps = int(s.taps.size());
+    s.phases = {Residues{}};
+    s.masks.assign(taps, 1);
+    s.sets = {{.count = 1, .taps = taps, .rows = taps * shape.columns}};
+    return;
+  }
+  std::vector<Residues> all;
   for (int z = 0; z < s.axes[0].phases; ++z) {
     for (int y = 0; y < s.axes[1].phases; ++y) {
       for (int x = 0; x < s.axes[2].phases; ++x) all.push_back({z, y, x});
@@ -67,7 +74,7 @@ void group_phases(Schedule& s, Shape const& shape) {
   if (shape.segments > 1) {
     append_sets(s, all, shape.segments);
   } else {
-    std::map<std::vector<Tap>, std::vector<std::array<int, kMaxAxes>>> alike;
+    std::map<std::vector<Tap>, std::vector<Residues>> alike;
     for (auto const& residue : all) alike[taps_of(s.axes, residue)].push_back(residue);
     for (auto const& [taps, phases] : alike) append_sets(s, phases, shape.columns / s.segment);
   }
@@ -118,16 +125,16 @@ void each_width(int whole, int most, Layout layout, F&& body) {
 
 }  // namespace
 
-Slabs Schedule::slabs(int64_t batch) const {
+Slabs Schedule::slabs(int64_t batch, int most) const {
   FUSEDCONV_CHECK(batch > 0, "sm90_boxes: batch: got ", batch, ", expected a positive number");
   std::array<int, kMaxAxes> const whole{axes[0].positions, axes[1].positions, axes[2].positions};
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
-  for (int d = 1; d <= std::min(whole[0], kSlab); ++d) {
-    for (int h = 1; h <= std::min(whole[1], kSlab / d); ++h) {
-      each_width(whole[2], kSlab / (d * h), layout, [&](int w) {
+  for (int d = 1; d <= std::min(whole[0], most); ++d) {
+    for (int h = 1; h <= std::min(whole[1], most / d); ++h) {
+      each_width(whole[2], most / (d * h), layout, [&](int w) {
         // The fewest along the batch, of as few samples each as make no more.
-        int64_t const count = ceil_div(batch, std::min<int64_t>(batch, kSlab / (d * h * w)));
+        int64_t const count = ceil_div(batch, std::min<int64_t>(batch, most / (d * h * w)));
         Slabs slabs;
         slabs.box = {d, h, w, int(ceil_div(batch, count))};
         slabs.count = {int(ceil_div(whole[0], d)), int(ceil_div(whole[1], h)),
@@ -141,12 +148,54 @@ Slabs Schedule::slabs(int64_t batch) const {
   return best;
 }
 
-Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device const& device) {
+Support gather_taps(Problem const& p, Schedule& s) {
+  s.taps = {Tap{}};
+  std::vector<Residues> read = {Residues{}};  // by tap
+  for (int a = 0; a < kMaxAxes; ++a) {
+    AxisProblem const& axis = p.axes[a];
+    std::vector<Tap> longer;
+    std::vector<Residues> longer_read;
+    for (std::size_t tap = 0; tap < s.taps.size(); ++tap) {
+      for (int t = 0; t < axis.kernel; ++t) {
+        int const reached = axis.dilation * t - axis.padding;
+        int const residue = (reached % axis.stride + axis.stride) % axis.stride;
+        if (residue >= axis.input) {
+          return Support::no(detail::join("its input of ", axis.input, " is shorter than phase ",
+                                          residue, " of its stride"));
+        }
+        longer.push_back(s.taps[tap]);
+        longer.back()[a] = int16_t((reached - residue) / axis.stride);
+        longer_read.push_back(read[tap]);
+        longer_read.back()[a] = residue;
+      }
+    }
+    s.taps = std::move(longer);
+    read = std::move(longer_read);
+  }
+  for (Residues const& residues : read) {
+    auto const found = std::find(s.sources.begin(), s.sources.end(), residues);
+    s.tap_sources.push_back(uint8_t(found - s.sources.begin()));
+    if (found == s.sources.end()) s.sources.push_back(residues);
+    if (s.sources.size() > kMostPhases) {
+      return Support::no(
+          detail::join("its taps read more than ", kMostPhases, " phases of the input"));
+    }
+  }
+  return Support::yes();
+}
+
+Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape const& shape,
+                     Device const& device) {
   Schedule s;
+  bool const gathers = direction == Direction::kGathers;
+  s.direction = direction;
   int const element = traits_of(math).element_bytes();
   bool const last = p.layout == Layout::kChannelsLast;
   s.layout = p.layout;
   if (last && shape.planes) return refused("it reads channels first");
+  if (gathers && (!last || shape.segments > 1)) {
+    return refused("it gathers channels last to whole blocks of channels alone");
+  }
   if (!last && shape.segments == 1) return refused("it writes channels last");
   if (!last && shape.segments != p.axes[2].stride) {
     return refused(detail::join("its stride along width is ", p.axes[2].stride, ", ",
@@ -171,9 +220,16 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
       return refused(
           detail::join("its stride is ", p.axes[i].stride, ", up to ", kMaxStride, " is served"));
     }
+    constexpr int kFar = 1 << 14;
+    if (gathers) {
+      AxisProblem const& axis = p.axes[i];
+      int64_t const reach = int64_t(axis.dilation) * (axis.kernel - 1) - axis.padding;
+      if (axis.padding > kFar || reach > kFar) return refused("its taps reach too far");
+      s.axes[i] = Axis::of({.input = axis.output, .output = axis.output});
+      continue;
+    }
     s.axes[i] = Axis::of(p.axes[i]);
     phases *= std::min(s.axes[i].phases, kMostPhases + 1);
-    constexpr int kFar = 1 << 14;
     if (s.axes[i].lowest < -kFar || s.axes[i].highest > kFar) {
       return refused("its taps reach too far");
     }
@@ -188,6 +244,9 @@ Schedule schedule_of(Problem const& p, Math math, Shape const& shape, Device con
   if (filter_taps > kMostFilterTaps) {
     return refused(
         detail::join("it has ", filter_taps, " taps, at most ", kMostFilterTaps, " are served"));
+  }
+  if (gathers) {
+    if (Support const support = gather_taps(p, s); !support) return refused(support.reason);
   }
   int const channels = int(round_up(p.output_channels, kGranule));
   if (shape.segments > 1) {

@@ -1,5 +1,8 @@
-// How a transposed convolution is cut into tiles whose operands tensor copies bring. Host code
-// without CUDA.
+// How a convolution is cut into tiles whose operands tensor copies bring. Host code without CUDA.
+//
+// A transposed convolution scatters: its output has the sub-pixel phases. The gradient of its input
+// is an ordinary convolution, which gathers: position q sums weight[t] input[stride q + dilation t
+// - padding], so that each tap reads pixels of one phase of the input, a source.
 //
 // In the instruction's terms M counts positions, N columns (output channels of sub-pixel phases)
 // and K input channels. For each tap of the filter and chunk of channels one box of the input,
@@ -40,6 +43,10 @@ inline constexpr int kMostPixels = 8;  // of a position in a block that normalis
 
 using Problem = TransposedProblem;
 using Tap = std::array<int16_t, kMaxAxes>;
+using Residues = std::array<int, kMaxAxes>;
+
+// `input` of a problem's axes is what is read and `output` what is written, either way.
+enum class Direction { kScatters, kGathers };
 
 // What a compiled kernel fixes of a tile.
 struct Shape {
@@ -71,13 +78,16 @@ struct Slabs {
 
 struct Schedule {
   Support support;
-  std::array<Axis, kMaxAxes> axes;
-  std::vector<std::array<int, kMaxAxes>> phases;  // residues, by set
-  std::vector<PhaseSet> sets;                     // those with the most taps first
-  std::vector<Tap> taps;                          // by set: input position less the output's
-  std::vector<uint16_t> masks;                    // of each tap: bits of the set's phases with it
-  Layout layout = Layout::kChannelsLast;          // of the output
-  int segment = 0;                                // columns of a phase in a block
+  std::array<Axis, kMaxAxes> axes;  // of what is written, where it is gathered
+  Direction direction = Direction::kScatters;
+  std::vector<Residues> phases;           // of the output, by set
+  std::vector<PhaseSet> sets;             // those with the most taps first
+  std::vector<Tap> taps;                  // by set: input position less the output's
+  std::vector<uint16_t> masks;            // of each tap: bits of the set's phases with it
+  std::vector<Residues> sources;          // phases of an input that is gathered from
+  std::vector<uint8_t> tap_sources;       // by tap, then
+  Layout layout = Layout::kChannelsLast;  // of the output
+  int segment = 0;                        // columns of a phase in a block
   int channel_blocks = 0;
   int store_columns = 0;    // of a tensor copy to the output; divides the segment
   int store_positions = 0;  // of a line of it, channels first
@@ -89,12 +99,18 @@ struct Schedule {
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
 
-  // The fewest. A slab may hold positions of several samples.
-  Slabs slabs(int64_t batch) const;
+  // The fewest of `most` positions at most. A slab may hold positions of several samples.
+  Slabs slabs(int64_t batch, int most = kSlab) const;
 };
 
 // The problem's layout is the output's.
-Schedule schedule_of(Problem const& problem, Math math, Shape const& shape, Device const& device);
+Schedule schedule_of(Problem const& problem, Direction direction, Math math, Shape const& shape,
+                     Device const& device);
+
+// Which phase of the input each tap of a convolution that gathers reads, and how far from the
+// output's position: fills sources, taps and tap_sources, in the filter's order. Refuses more
+// sources than kMostPhases, and those that no pixel of the input is of.
+Support gather_taps(Problem const& problem, Schedule& schedule);
 
 // Of shared memory: the ring, what consumers stage of their output, barriers.
 struct Memory {

@@ -79,6 +79,33 @@ COSTS = CostConstants(
 )
 
 
+def tile_cycles(row: Any, config: Any, layout: str, size: int, costs: CostConstants) -> float:
+    """Of a pair of boxes and all columns; ``layout`` is the output's, ``size`` an element's."""
+    steps = 0.0
+    for mask in config.masks:
+        own = row.columns
+        if row.segments > 1:
+            own = row.columns // row.segments * mask.bit_count()
+        lines = _C.sm90.boxes.block_positions + own
+        copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
+        steps += max(own * COLUMN_CYCLES * costs.products[row.segments], copied)
+        steps += costs.step
+    column = costs.column[layout, size]
+    products: float = steps * config.channel_blocks * config.chunks
+    return products + config.blocks * (row.columns * column + costs.block)
+
+
+def launch_cycles(
+    tile: float, config: Any, samples: int, device: Device, costs: CostConstants
+) -> float:
+    """Of a launch for so many samples, ``tile`` cycles each pair of boxes."""
+    multiprocessors = max(1, device.multiprocessors)
+    whole, left = divmod(config.launch_tiles(samples), multiprocessors)
+    # Tiles that are left over are divided by blocks of columns.
+    rounds = whole + math.ceil(left * config.blocks / multiprocessors) / config.blocks
+    return float(rounds * tile + costs.launch)
+
+
 class BoxesSm90(TapsRow):
     """A row of ``_C.sm90.boxes.rows()``."""
 
@@ -183,29 +210,13 @@ class BoxesSm90(TapsRow):
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
-        multiprocessors = max(1, device.multiprocessors)
         size = problem.dtype.itemsize
-        columns = self.row.columns
-        column = costs.column[self._conv_layout(problem), size]
-        steps = 0.0
-        for mask in config.masks:
-            own = columns
-            if self.row.segments > 1:
-                own = columns // self.row.segments * mask.bit_count()
-            lines = self.room.block_positions + own
-            copied = lines * self.room.chunk_bytes * costs.copied
-            steps += max(own * COLUMN_CYCLES * costs.products[self.row.segments], copied)
-            steps += costs.step
-        tile = steps * config.channel_blocks * config.chunks
-        tile += config.blocks * (columns * column + costs.block)
+        tile = tile_cycles(self.row, config, self._conv_layout(problem), size, costs)
         chunk = self.chunk(problem, config)
-        cycles = 0.0
-        for samples, launches in launched_chunks(problem.batch, chunk):
-            tiles = config.launch_tiles(samples)
-            whole, left = divmod(tiles, multiprocessors)
-            # Tiles that are left over are divided by blocks of columns.
-            rounds = whole + math.ceil(left * config.blocks / multiprocessors) / config.blocks
-            cycles += launches * (rounds * tile + costs.launch)
+        cycles = sum(
+            launches * launch_cycles(tile, config, samples, device, costs)
+            for samples, launches in launched_chunks(problem.batch, chunk)
+        )
         moved = (problem.input_elements + problem.output_elements) * size
         bytes_bound = device.copy_milliseconds(moved) * costs.moved
         milliseconds = max(cycles * 1e3 / device.clock_hertz, bytes_bound)

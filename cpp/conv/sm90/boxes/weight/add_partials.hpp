@@ -1,0 +1,17 @@
+// The pass behind the kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "conv/problem.hpp"
+#include "conv/sm90/boxes/weight/rows.hpp"
+
+namespace fusedconv::conv::sm90::boxes::weight {
+
+// Adds each task's partial sums in a fixed order. target: the gradient's extents and strides, as
+// those of the weight: `c` its output channels, which the gradient's convolution reads, `k` its
+// input channels.
+void add_partials(Config const& config, FilterSource const& target, float const* partials,
+                  void* grad_weight, cudaStream_t stream);
+
+}  // namespace fusedconv::conv::sm90::boxes::weight

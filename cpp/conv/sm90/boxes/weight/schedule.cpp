@@ -1,0 +1,78 @@
+#include "conv/sm90/boxes/weight/schedule.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::boxes::weight {
+namespace {
+
+// Blocks that splits are chosen for. Not the device's multiprocessors: sums would then differ
+// between devices.
+constexpr int kBlocks = 132;
+// In slabs: what a block costs beside its own, and what its partial sums cost the device.
+constexpr double kBlockSteps = 8.0;
+constexpr double kPartialSteps = 0.1;
+// Slabs that make a block worth its partial sums.
+constexpr int64_t kFewestSteps = 4;
+constexpr int64_t kMostSlabs = int64_t(1) << 30;
+constexpr int kMostTasks = 0xffff;  // what a grid's second axis takes
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+// The number of blocks among which a task's slabs are split that takes the least time.
+int splits_of(int tasks, int64_t slabs) {
+  int const most = int(std::clamp<int64_t>(slabs / kFewestSteps, 1, kBlocks));
+  int result = 1;
+  double best = 0.0;
+  for (int splits = 1; splits <= most; ++splits) {
+    double const waves = double(ceil_div(int64_t(tasks) * splits, kBlocks));
+    double const cost =
+        waves * (double(ceil_div(slabs, splits)) + kBlockSteps) + kPartialSteps * tasks * splits;
+    if (splits > 1 && cost >= best) continue;
+    best = cost;
+    result = splits;
+  }
+  return result;
+}
+
+}  // namespace
+
+Schedule schedule_of(Problem const& p, int64_t batch, Math math, Block const& block,
+                     Device const& device) {
+  Shape const shape{.columns = kFewestSegment};  // any: taps and sources are the same
+  Schedule s;
+  s.gather = boxes::schedule_of(p, Direction::kGathers, math, shape, device);
+  if (!s.gather.support) return refused(s.gather.support.reason);
+  s.all_channels = int(ceil_div(p.output_channels, kUnit));
+  s.channel_blocks = int(ceil_div(s.all_channels, block.channels));
+  s.unit_chunks = int(ceil_div(p.channels, kUnit));
+  s.units = int(s.gather.taps.size()) * s.unit_chunks;
+  s.unit_blocks = int(ceil_div(s.units, block.units));
+  int64_t const tasks = int64_t(s.channel_blocks) * s.unit_blocks;
+  s.slabs = s.gather.slabs(batch, block.positions());
+  int64_t const slabs = s.slabs.all();
+  if (slabs >= kMostSlabs || tasks > kMostTasks) {
+    return refused(detail::join(tasks, " tasks of ", slabs, " slabs are more than are counted"));
+  }
+  s.tasks = int(tasks);
+  s.splits = splits_of(s.tasks, slabs);
+  s.stages = kMostStages;
+  while (s.stages > 0 && Memory::bytes(block, s.stages) > device.shared_bytes) --s.stages;
+  if (s.stages < kFewestStages) {
+    return refused("its stages do not fit the shared memory of a multiprocessor");
+  }
+  s.shared_bytes = Memory::bytes(block, s.stages);
+  if (block.from_registers) s.packed_bytes = slabs * s.all_channels * kTileBytes;
+  s.partial_bytes =
+      tasks * s.splits * block.channels * block.units * kUnit * kUnit * int64_t(sizeof(float));
+  return s;
+}
+
+}  // namespace fusedconv::conv::sm90::boxes::weight

@@ -1,0 +1,78 @@
+// The schedule of a weight gradient whose operands tensor copies bring. Host code without CUDA.
+//
+// The gradient of weight[c, k, t] sums input[i, c] grad[stride i + dilation t - padding, k] over
+// positions i. A step is a slab of positions, the instruction's K: of the input kUnit channels
+// each, and of the gradient units of kUnit output channels at a tap, from the phase of its pixels
+// that the tap reads. Both are channels last, and tensor copies bring boxes of the gradient.
+//
+// In 16 bits the instruction reads operands whose positions are apart: M counts input channels, N
+// units, boxes of both. TF32 has no such operands: M counts a unit's output channels, which threads
+// load to registers; N counts input channels, packed before with positions beside each other.
+//
+// The positions of a task, a block of channels by units, are split among blocks, whose partial sums
+// are added in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "conv/math_table.hpp"
+#include "conv/sm90/boxes/schedule.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/support.hpp"
+
+namespace fusedconv::conv::sm90::boxes::weight {
+
+inline constexpr int kUnit = 64;                        // channels
+inline constexpr int kTileBytes = kSlab * kChunkBytes;  // of a slab and kUnit channels
+inline constexpr int kFewestStages = 3;
+// Slabs after which accumulators are added to the block's partial sums: the tensor core drops bits
+// in every addition to an accumulator, of which a slab makes four. After 128 additions sums are 2e-6
+// of themselves too small.
+inline constexpr int kFlushSteps = 32;
+
+// What a compiled kernel fixes: kConsumers warpgroups have input channels of their own and share
+// all units, or the other way round.
+struct Block {
+  int channels = 0;             // of the input, times kUnit
+  int units = 0;                // of the gradient
+  bool from_registers = false;  // the gradient, as TF32 needs it
+
+  constexpr int tiles() const { return channels + units; }  // of a stage
+  // Of a slab, and how many boxes of kChunkBytes of each pixel a unit is.
+  constexpr int positions() const { return from_registers ? kSlab / 2 : kSlab; }
+  constexpr int unit_boxes() const { return from_registers ? 2 : 1; }
+};
+
+struct Schedule {
+  Support support;
+  boxes::Schedule gather;  // of the input's gradient: which pixels the taps read
+  int all_channels = 0;    // of the input, times kUnit
+  int channel_blocks = 0;  // of these
+  int unit_chunks = 0;     // of output channels, at a tap
+  int units = 0;           // of all taps
+  int unit_blocks = 0;
+  int tasks = 0;
+  int splits = 0;  // blocks of a task
+  Slabs slabs;
+  int stages = 0;
+  int shared_bytes = 0;
+  int64_t packed_bytes = 0;  // of the input, where it is packed
+  int64_t partial_bytes = 0;
+};
+
+// problem: of the input's gradient, which gathers: its channels are output channels of the
+// transposed convolution, its output is the input.
+Schedule schedule_of(Problem const& problem, int64_t batch, Math math, Block const& block,
+                     Device const& device);
+
+// Of shared memory: the ring and barriers.
+struct Memory {
+  static constexpr int kBarrierBytes = 256;
+
+  static constexpr int stage_bytes(Block const& block) { return block.tiles() * kTileBytes; }
+  static constexpr int bytes(Block const& block, int stages) {
+    return stages * stage_bytes(block) + kBarrierBytes;
+  }
+};
+
+}  // namespace fusedconv::conv::sm90::boxes::weight

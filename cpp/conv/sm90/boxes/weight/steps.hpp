@@ -1,0 +1,90 @@
+// The steps of the weight gradient. All take the whole batch, that of the config.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "conv/sm90/boxes/weight/add_partials.hpp"
+#include "conv/sm90/boxes/weight/pack_input.hpp"
+#include "conv/sm90/boxes/weight/rows.hpp"
+#include "conv/steps.hpp"
+#include "program/step.hpp"
+
+namespace fusedconv::conv::sm90::boxes::weight {
+
+inline void check_whole(Config const& config, RunContext const& context) {
+  expect<Config, int64_t>(config, "batch", context.samples, config.batch);
+}
+
+// packed: config.schedule.packed_bytes, for SumProducts of rows that take the gradient from
+// registers.
+class PackInput final : public Step {
+ public:
+  PackInput(Config const& config, Operand input, Operand packed)
+      : config_(served(config)), input_(input), packed_(packed) {
+    expect(config, "whether the input is packed", config.row->block.from_registers, true);
+  }
+
+  std::string describe() const override { return "pack the input (rounded to TF32)"; }
+  std::vector<Operand> operands() const override { return {input_, packed_}; }
+  void run(RunContext const& context, void*) const override {
+    check_whole(config_, context);
+    pack_input(config_, context.at(input_), context.at(packed_), context.stream);
+  }
+
+ private:
+  Config config_;
+  Operand input_, packed_;
+};
+
+// input: packed, where the config has packed_bytes. partials: config.schedule.partial_bytes, for
+// AddPartials.
+class SumProducts final : public Step {
+ public:
+  SumProducts(Config const& config, Operand input, Operand grad_output, Operand partials)
+      : config_(served(config)), input_(input), grad_output_(grad_output), partials_(partials) {}
+
+  std::string describe() const override {
+    return detail::join(config_.row->name, " (weight gradient, ", config_.schedule.splits,
+                        config_.schedule.splits == 1 ? " part)" : " parts)");
+  }
+  std::vector<Operand> operands() const override { return {input_, grad_output_, partials_}; }
+  void run(RunContext const& context, void*) const override {
+    check_whole(config_, context);
+    config_.row->launch({.config = config_,
+                         .input = context.at(input_),
+                         .grad_output = context.at(grad_output_),
+                         .partials = context.at<float>(partials_)},
+                        context.stream);
+  }
+
+ private:
+  Config config_;
+  Operand input_, grad_output_, partials_;
+};
+
+// target: as add_partials() takes it.
+class AddPartials final : public Step {
+ public:
+  AddPartials(Config const& config, FilterSource const& target, Operand partials,
+              Operand grad_weight)
+      : config_(served(config)),
+        target_(matching(config, target)),
+        partials_(partials),
+        grad_weight_(grad_weight) {}
+
+  std::string describe() const override { return "add the weight gradient's parts"; }
+  std::vector<Operand> operands() const override { return {partials_, grad_weight_}; }
+  void run(RunContext const& context, void*) const override {
+    check_whole(config_, context);
+    add_partials(config_, target_, context.at<float>(partials_), context.at(grad_weight_),
+                 context.stream);
+  }
+
+ private:
+  Config config_;
+  FilterSource target_;
+  Operand partials_, grad_weight_;
+};
+
+}  // namespace fusedconv::conv::sm90::boxes::weight

@@ -1,0 +1,463 @@
+"""Gradients of a transposed convolution by tensor copies, on compute capability 9.0.
+
+The input's gradient gathers: it is an ordinary convolution of the output's gradient with the
+transposed one's stride, computed by the rows of ``boxes_sm90``; each tap reads the pixels of one
+phase of the stride. The weight's gradient multiplies boxes of the input by the same boxes of the
+output's gradient, summed over positions; in TF32 the input is packed first. Both read and write
+channels last; tensors in NCHW are transposed in front and behind. Nothing is padded or split into
+planes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.activations import COMPILED
+from fusedconv.device import Device
+from fusedconv.kernels.compiled import by_axis, supports_extents
+from fusedconv.kernels.cuda import boxes_sm90
+from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles, tile_cycles
+from fusedconv.kernels.cuda.gradient_tensors import grad_layout
+from fusedconv.kernels.cuda.program import (
+    FAMILIES,
+    INPUT,
+    OUTPUT,
+    WEIGHT,
+    ForwardProgram,
+    NotBuiltBackward,
+    allocator,
+    five_strides,
+    run_program,
+    supports_device,
+    supports_only,
+)
+from fusedconv.layout import LINE_BYTES, dense, dense_strides, result_layout
+from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.precision import COMPILED_DTYPES
+from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
+from fusedconv.support import Support
+
+# Slots of a program's pointers beside INPUT, the output's gradient, WEIGHT and OUTPUT, the input's
+# gradient.
+CONV_INPUT, GRAD_WEIGHT = range(9, 11)
+
+#: Pairs of boxes by blocks of columns in a launch are counted to.
+MOST_ITEMS = (1 << 30) - 1
+
+
+@dataclass(frozen=True)
+class CostConstants:
+    """What the weight's estimate multiplies, in cycles of a multiprocessor but for ``transposed``
+    and ``partials``."""
+
+    #: A slab's products, over their cycles at full rate.
+    products: float
+    #: A byte that a slab copies.
+    copied: float
+    #: A slab beside the longer of these.
+    slab: float
+    #: A block beside its slabs.
+    block: float
+    #: Reading partial sums and writing the gradient, over their time at copy rate.
+    partials: float
+    #: Packing the input, likewise.
+    packed: float
+    #: All of it where bytes bound it, likewise.
+    moved: float
+    #: Passes that transpose a tensor from one layout to the other, over their time at copy rate.
+    transposed: float
+
+
+COSTS = CostConstants(
+    products=0.98,
+    copied=0.017,
+    slab=100.0,
+    block=9000.0,
+    partials=2.0,
+    packed=1.5,
+    moved=1.3,
+    transposed=1.4,
+)
+#: Multiplications and additions of a multiprocessor in a cycle, in 16 bits; in TF32 half as many,
+#: for half a slab.
+PRODUCTS_PER_CYCLE = 2048
+
+
+def gathering_problem(
+    conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool
+) -> _C.TransposedProblem:
+    """The ordinary convolution that takes the output's gradient to the input's, channels last."""
+    return _C.TransposedProblem(
+        channels=conv.out_channels // conv.groups,
+        output_channels=conv.in_channels // conv.groups,
+        groups=conv.groups,
+        input=by_axis(conv.output_spatial(spatial)),
+        output=by_axis(spatial),
+        kernel=by_axis(conv.kernel_size),
+        stride=by_axis(conv.stride),
+        padding=by_axis(conv.padding, 0),
+        dilation=by_axis(conv.dilation),
+        layout=_C.Layout.nhwc,
+        aligned=aligned,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _input_config(
+    row: int, conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool, device: Device
+) -> Any:
+    room = _C.sm90.boxes
+    return room.Config(
+        room.rows()[row],
+        problem=gathering_problem(conv, spatial, aligned),
+        device=device.compiled,
+        gathers=True,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight_config(
+    row: int,
+    conv: ConvTransposeGeometry,
+    spatial: tuple[int, ...],
+    aligned: bool,
+    batch: int,
+    device: Device,
+) -> Any:
+    room = _C.sm90.boxes.weight
+    return room.Config(
+        room.rows()[row],
+        problem=gathering_problem(conv, spatial, aligned),
+        batch=batch,
+        device=device.compiled,
+    )
+
+
+def _transposes_grad(problem: BackwardProblem) -> bool:
+    return grad_layout(problem) != "nhwc"
+
+
+def _transposes_input(forward: ForwardProblem) -> bool:
+    return forward.layout != "nhwc"
+
+
+def _transposes_back(forward: ForwardProblem) -> bool:
+    """The input's gradient."""
+    return forward.output_layout != "nhwc"
+
+
+class BoxesGradients(BackwardKernel):
+    """One way to form products."""
+
+    provider = "boxes_gradients_sm90"
+    computes = frozenset({"input", "weight"})
+
+    def __init__(self, math: Any) -> None:
+        traits = _C.math_traits(math)
+        self.name = f"sm90_boxes_gradients_{traits.name}"
+        self.precision: str = traits.precision
+        room = _C.sm90.boxes
+        self._input_rows = [
+            index
+            for index, row in enumerate(room.rows())
+            if row.math == math and row.segments == 1 and not row.planes
+        ]
+        self._weight_rows = [
+            index for index, row in enumerate(room.weight.rows()) if row.math == math
+        ]
+
+    def supports(self, problem: BackwardProblem, device: Device) -> Support:
+        forward, wanted = problem.forward, problem.gradients
+        conv = forward.conv
+        if conv is None:
+            return Support.no("computes gradients of convolutions; the problem has none")
+        for support in (
+            supports_device(device),
+            supports_only(device, 90),
+            self._supports_precision(forward),
+            supports_extents(conv, forward.spatial),
+        ):
+            if not support:
+                return support
+        if forward.batch == 0:
+            return Support.no("the batch is empty")
+        if "weight" in wanted:
+            support = Support.of(self._weight(problem, device)[0].support)
+            if not support:
+                return support
+        config = self._input(problem, device)[0]
+        if not config.support:
+            return Support.of(config.support)
+        items = config.launch_tiles(forward.batch) * config.blocks
+        if items > MOST_ITEMS:
+            return Support.no(f"{items} tiles are more than are counted, {MOST_ITEMS}")
+        return Support.yes()
+
+    def _supports_precision(self, forward: ForwardProblem) -> Support:
+        if forward.precision != self.precision:
+            return Support.no(f"computes in {self.precision}, {forward.precision} is asked for")
+        return Support.yes()
+
+    def _input(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
+        """The config and row for the input's gradient: the quickest by its estimate."""
+        forward = problem.forward
+        assert forward.conv is not None
+        aligned = problem.aligned or _transposes_grad(problem)
+        best: tuple[Any, Any] | None = None
+        least = math.inf
+        for index in self._input_rows:
+            config = _input_config(index, forward.conv, forward.spatial, aligned, device)
+            row = _C.sm90.boxes.rows()[index]
+            if not config.support:
+                best = best or (config, row)
+                continue
+            cycles = self._input_cycles(config, row, forward, device)
+            if cycles < least:
+                best, least = (config, row), cycles
+        assert best is not None
+        return best
+
+    def _input_cycles(
+        self, config: Any, row: Any, forward: ForwardProblem, device: Device
+    ) -> float:
+        costs = boxes_sm90.COSTS
+        tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, costs)
+        return launch_cycles(tile, config, forward.batch, device, costs)
+
+    def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
+        """The config and row for the weight's gradient, likewise."""
+        forward = problem.forward
+        assert forward.conv is not None
+        aligned = problem.aligned or _transposes_grad(problem)
+        best: tuple[Any, Any] | None = None
+        least = math.inf
+        for index in self._weight_rows:
+            config = _weight_config(
+                index, forward.conv, forward.spatial, aligned, forward.batch, device
+            )
+            row = _C.sm90.boxes.weight.rows()[index]
+            if not config.support:
+                best = best or (config, row)
+                continue
+            cycles = self._weight_cycles(config, row, device, COSTS)
+            if cycles < least:
+                best, least = (config, row), cycles
+        assert best is not None
+        return best
+
+    def _weight_cycles(self, config: Any, row: Any, device: Device, costs: CostConstants) -> float:
+        area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
+        slab = costs.slab + max(
+            area / PRODUCTS_PER_CYCLE * costs.products, config.stage_bytes * costs.copied
+        )
+        waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
+        return waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
+
+    def cost(self, problem: BackwardProblem, device: Device) -> float:
+        return self.estimate(problem, device, COSTS)
+
+    def estimate(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        forward, wanted = problem.forward, problem.gradients
+        size = forward.dtype.itemsize
+        moved = (forward.input_elements + forward.output_elements) * size
+        bytes_bound = costs.moved * device.copy_milliseconds(moved)
+        total, launches = 0.0, 0
+        transposed = forward.output_elements if _transposes_grad(problem) else 0
+        launches += transposed > 0
+        if "input" in wanted:
+            config, row = self._input(problem, device)
+            cycles = self._input_cycles(config, row, forward, device)
+            total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+            total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
+            launches += 2
+            if _transposes_back(forward):
+                transposed += forward.input_elements
+                launches += 1
+        if "weight" in wanted:
+            config, row = self._weight(problem, device)
+            cycles = self._weight_cycles(config, row, device, costs)
+            total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+            total += costs.partials * device.copy_milliseconds(config.partial_bytes)
+            total += costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
+            launches += 2 + (config.packed_bytes > 0)
+            if _transposes_input(forward):
+                transposed += forward.input_elements
+                launches += 1
+        total += costs.transposed * device.copy_milliseconds(2 * transposed * size)
+        return total + launches * device.launch_milliseconds
+
+    def compile(self, problem: BackwardProblem, device: Device) -> BoxesGradientsPlan:
+        return BoxesGradientsPlan(self, problem, device)
+
+    def build(self, problem: BackwardProblem, device: Device) -> _C.Program:
+        """The program over tensors in the order of the slots."""
+        forward, wanted = problem.forward, problem.gradients
+        conv = forward.conv
+        assert conv is not None
+        size = forward.dtype.itemsize
+        # Its output is the input's gradient.
+        gathered = dataclasses.replace(
+            forward, conv=None, epilogue=(), save=False, output_dtype=forward.dtype
+        )
+        program = ForwardProgram(gathered, device)
+        compiled = program.compiled
+        grad = compiled.tensor(INPUT, forward.output_elements // forward.batch * size)
+        if _transposes_grad(problem):
+            grad = _transposed(program, grad, forward.output_channels, forward.output_spatial)
+        if "input" in wanted:
+            self._add_input_steps(program, problem, device, grad)
+        if "weight" in wanted:
+            config, _ = self._weight(problem, device)
+            room = _C.sm90.boxes.weight
+            sample = forward.channels * math.prod(forward.spatial) * size
+            given = compiled.tensor(CONV_INPUT, sample)
+            if _transposes_input(forward):
+                given = _transposed(program, given, forward.channels, forward.spatial)
+            if config.packed_bytes:
+                packed = program.scratch(0, config.packed_bytes)
+                compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
+                given = packed
+            partials = program.scratch(0, config.partial_bytes)
+            compiled.per_chunk(
+                room.SumProducts(config, input=given, grad_output=grad, partials=partials)
+            )
+            compiled.per_chunk(
+                room.AddPartials(
+                    config,
+                    target=_filter(conv, dense_strides(conv.weight_shape, conv.weight_layout)),
+                    partials=partials,
+                    grad_weight=compiled.tensor(GRAD_WEIGHT, 0),
+                )
+            )
+        return compiled
+
+    def _add_input_steps(
+        self, program: ForwardProgram, problem: BackwardProblem, device: Device, grad: Any
+    ) -> None:
+        forward = problem.forward
+        conv = forward.conv
+        assert conv is not None
+        room, (config, _) = _C.sm90.boxes, self._input(problem, device)
+        filter = program.scratch(0, config.filter_bytes)
+        program.compiled.before(
+            room.PackFilter(
+                config,
+                source=_filter(conv, conv.weight_strides),
+                weight=program.weight,
+                filter=filter,
+            )
+        )
+        output = program.output
+        if _transposes_back(forward):
+            sample = forward.channels * math.prod(forward.spatial) * forward.dtype.itemsize
+            output = program.scratch(sample)
+        program.compiled.per_chunk(
+            room.Convolve(
+                config,
+                activation=COMPILED["identity"],
+                activates_output=True,
+                input=grad,
+                filter=filter,
+                bias=program.absent,
+                output=output,
+                partials=program.absent,
+            )
+        )
+        if _transposes_back(forward):
+            program.transpose(
+                output,
+                program.output,
+                row_channels=forward.channels,
+                name="transpose the input's gradient",
+            )
+
+
+def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
+    """The weight as the convolution that gathers reads it: input channels are what it writes."""
+    inputs, outputs, *taps = five_strides(strides)
+    return _C.FilterSource(
+        c=conv.out_channels,
+        k=conv.in_channels,
+        taps=by_axis(conv.kernel_size),
+        strides=(outputs, inputs, *taps),
+    )
+
+
+def _transposed(
+    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...]
+) -> Any:
+    """Appends what transposes a dense NCHW tensor to channels last; where that lies."""
+    pixels = math.prod(spatial)
+    problem = program.problem
+    transposed = program.scratch(pixels * channels * problem.dtype.itemsize)
+    program.compiled.per_chunk(
+        _C.layout.ToChannelsLast(
+            channels=channels,
+            padded_channels=channels,
+            pixels=pixels,
+            source=_C.Layout.nchw,
+            dtype=COMPILED_DTYPES[problem.dtype],
+            round_tf32=False,
+            input=tensor,
+            output=transposed,
+        )
+    )
+    return transposed
+
+
+class BoxesGradientsPlan(BackwardPlan):
+    """One program; tensors of another layout than it takes are copied first."""
+
+    def __init__(self, kernel: BoxesGradients, problem: BackwardProblem, device: Device) -> None:
+        forward = problem.forward
+        conv = forward.conv
+        assert conv is not None
+        self.kernel = kernel.name
+        self.problem = problem
+        self._device = device
+        self._program = kernel.build(problem, device)
+        self._grad_layout = result_layout(grad_layout(problem))
+        self._input_layout = result_layout(forward.layout)
+        # Each with the strides that it is allocated with.
+        self._input = forward.input_shape, dense_strides(forward.input_shape, forward.output_layout)
+        self._weight = conv.weight_shape, dense_strides(conv.weight_shape, conv.weight_layout)
+        copies = []
+        if grad_layout(problem) == "strided":
+            copies.append("torch copy of the output's gradient to nchw")
+        if "weight" in problem.gradients and forward.layout == "strided":
+            copies.append("torch copy of the input to nchw")
+        self.steps = (*copies, *self._program.steps)
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        forward, wanted = self.problem.forward, self.problem.gradients
+        grad = dense(tensors.of_convolution.to(forward.dtype), self._grad_layout)
+        if grad.data_ptr() % LINE_BYTES:  # what tensor copies and whole vectors begin at
+            grad = grad.clone()
+        empty = allocator(grad.device)
+        slots: list[Any] = [None] * (GRAD_WEIGHT + 1)
+        slots[INPUT] = grad
+        grad_input = grad_weight = None
+        if "input" in wanted:
+            slots[WEIGHT] = tensors.weight
+            slots[OUTPUT] = grad_input = empty(*self._input, grad.dtype)
+        if "weight" in wanted:
+            x = dense(tensors.input, self._input_layout)
+            if x.data_ptr() % LINE_BYTES:
+                x = x.clone()
+            slots[CONV_INPUT] = x
+            slots[GRAD_WEIGHT] = grad_weight = empty(*self._weight, grad.dtype)
+        run_program(self._program, self._device, slots, grad)
+        return Gradients(input=grad_input, weight=grad_weight)
+
+
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltBackward("sm90_boxes_gradients", BoxesGradients.provider)]
+    maths = dict.fromkeys(row.math for row in _C.sm90.boxes.rows())
+    return [BoxesGradients(math) for math in maths]

@@ -1,0 +1,223 @@
+"""The convolution's gradients by tensor copies: which pixels taps read, what is served, and the
+steps of plans. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from problems import backward_problem, geometry_of, problem
+
+import fusedconv
+from fusedconv import _C
+from fusedconv.device import KNOWN
+from fusedconv.problem import ForwardProblem
+from fusedconv.registry import registry
+from fusedconv.selection import plan_of
+from fusedconv.support import Support
+
+HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
+pytestmark = pytest.mark.skipif(
+    not HAS_ROWS, reason="fusedconv was built without kernels for compute capability 9.0"
+)
+
+H200 = KNOWN[90]
+KERNELS = {k.name: k for k in registry().kernels() if k.provider == "boxes_gradients_sm90"}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
+
+
+def forward(
+    spatial=(19, 23), *, batch=3, kernel=(4, 4), channels=72, out=40, precision="bf16", **changes
+) -> ForwardProblem:
+    weight = torch.empty(channels, out, *kernel)
+    layout = changes.pop("layout", "nhwc")
+    norm = changes.pop("norm", None)
+    activation = changes.pop("activation", "identity")
+    return problem(
+        dtype=PRECISIONS[precision],
+        output_dtype=PRECISIONS[precision],
+        precision=precision,
+        layout=layout,
+        batch=batch,
+        channels=channels,
+        spatial=spatial,
+        conv=geometry_of(weight, **changes),
+        norm=norm,
+        activation=activation,
+        save=True,
+    )
+
+
+def kernel_of(precision: str):
+    name = {"bf16": "bf16", "fp16": "f16", "tf32": "tf32"}[precision]
+    return KERNELS[f"sm90_boxes_gradients_{name}"]
+
+
+def served(case: ForwardProblem, *gradients: str, **changes) -> Support:
+    asked = backward_problem(case, *(gradients or ("input",)), **changes)
+    return kernel_of(case.precision).supports(asked, H200)
+
+
+def test_taps_gather_what_the_transposed_convolution_scattered():
+    """The gradient of the input in float64, by the sources, shifts and taps that kernels read."""
+    generator = random.Random(0)
+    room = _C.sm90.boxes
+    row = next(row for row in room.rows() if row.name == "sm90_boxes_bf16_64")
+    checked = 0
+    while checked < 60:
+        stride = [generator.randint(1, 4) for _ in range(2)]
+        kernel = [generator.randint(1, 5) for _ in range(2)]
+        dilation = [generator.randint(1, 3) for _ in range(2)]
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        padding = [generator.randint(0, far // 2 + 1) for far in reach]
+        extra = [generator.randrange(max(pair)) for pair in zip(stride, dilation, strict=True)]
+        spatial = [generator.randint(1, 7) for _ in range(2)]
+        x = torch.randn(2, 3, *spatial, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(3, 4, *kernel, dtype=torch.float64)
+        try:
+            output = torch.nn.functional.conv_transpose2d(
+                x, weight, None, stride, padding, extra, 1, dilation
+            )
+        except RuntimeError:  # no output is left
+            continue
+        grad = torch.randn_like(output)
+        (exact,) = torch.autograd.grad(output, x, grad)
+        config = room.Config(
+            row,
+            problem=_C.TransposedProblem(
+                channels=8,
+                output_channels=8,
+                groups=1,
+                input=(1, *output.shape[2:]),
+                output=(1, *spatial),
+                kernel=(1, *kernel),
+                stride=(1, *stride),
+                padding=(0, *padding),
+                dilation=(1, *dilation),
+                layout=_C.Layout.nhwc,
+                aligned=True,
+            ),
+            device=H200.compiled,
+            gathers=True,
+        )
+        if not config.support:
+            assert "shorter than phase" in config.support.reason
+            continue
+        checked += 1
+        found = torch.zeros_like(exact)
+        taps = itertools.product(*map(range, kernel))
+        for tap, shift, source in zip(taps, config.shifts, config.tap_sources, strict=True):
+            first = config.sources[source][1:]
+            plane = grad[:, :, first[0] :: stride[0], first[1] :: stride[1]]
+            for q in itertools.product(*map(range, spatial)):
+                at = [i + s for i, s in zip(q, shift[1:], strict=True)]
+                if all(0 <= i < n for i, n in zip(at, plane.shape[2:], strict=True)):
+                    read = plane[:, :, at[0], at[1]]
+                    found[:, :, q[0], q[1]] += read @ weight[:, :, tap[0], tap[1]].T
+        assert torch.allclose(found, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_served(precision):
+    assert served(forward(precision=precision))
+    assert served(forward(precision=precision, layout="nchw"))
+    assert served(forward((40,), kernel=(16,), precision=precision, stride=(8,), padding=(4,)))
+    assert served(
+        forward(
+            (5, 6, 7), kernel=(3, 3, 3), precision=precision, stride=(2, 2, 2), padding=(1,) * 3
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (forward(out=3), "a pixel of 3 channels is not whole 16 bytes"),
+        (forward(channels=3), "a pixel of 3 channels is not whole 16 bytes"),
+        (forward((9,), kernel=(20,), stride=(17,)), "more than 16 phases"),
+        (forward(batch=0), "the batch is empty"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(case, reason):
+    support = served(case)
+    assert not support
+    assert reason in support.reason
+
+
+def test_groups_and_other_precisions_are_refused():
+    grouped = forward(channels=64, out=32, groups=2, out_channels=64)
+    assert "2 groups" in served(grouped).reason
+    strict = problem(
+        dtype=torch.float32,
+        precision="fp32",
+        channels=64,
+        conv=geometry_of(torch.empty(64, 64, 3, 3)),
+        norm=None,
+        activation="identity",
+        save=True,
+    )
+    support = kernel_of("tf32").supports(backward_problem(strict, "input"), H200)
+    assert "computes in tf32, fp32 is asked for" in support.reason
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_weights_gradient_is_served(precision):
+    assert served(forward(precision=precision), "input", "weight")
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_steps(precision, layout):
+    asked = backward_problem(forward(layout=layout, precision=precision), "input", "weight")
+    choice = fusedconv.selection.choose(asked, H200, "boxes_gradients_sm90")
+    steps = plan_of(choice, H200).steps
+    transposes = [step for step in steps if "transpose" in step or "->" in step]
+    assert bool(transposes) == (layout == "nchw")
+    name = kernel_of(precision).name.rsplit("_", 1)[1]
+    assert any(step.startswith(f"sm90_boxes_weight_{name}_") for step in steps)
+    assert any(step.startswith(f"sm90_boxes_{name}_") for step in steps)
+    assert ("pack the input (rounded to TF32)" in steps) == (precision == "tf32")
+    assert steps[-1] == "add the weight gradient's parts"
+
+
+@pytest.mark.parametrize(
+    "row", _C.sm90.boxes.weight.rows() if HAS_ROWS else [], ids=lambda row: row.name
+)
+def test_splits_fill_the_device_and_leave_no_slab_out(row):
+    positions = 32 if row.math.name == "tf32" else 64
+    for batch, spatial, kernel, channels in [
+        (1, (5, 7), (3, 3), 64),
+        (64, (64, 64), (2, 2), 256),
+        (16, (64, 64), (4, 4), 256),
+        (2, (3, 3), (5, 5), 1024),
+    ]:
+        config = _C.sm90.boxes.weight.Config(
+            row,
+            problem=_C.TransposedProblem(
+                channels=channels,
+                output_channels=channels,
+                groups=1,
+                input=(1, *(2 * n + k - 2 for n, k in zip(spatial, kernel, strict=True))),
+                output=(1, *spatial),
+                kernel=(1, *kernel),
+                stride=(1, 2, 2),
+                padding=(0, 0, 0),
+                dilation=(1, 1, 1),
+                layout=_C.Layout.nhwc,
+                aligned=True,
+            ),
+            batch=batch,
+            device=H200.compiled,
+        )
+        assert config.support
+        columns = math.prod(kernel) * channels
+        assert config.tasks == -(-channels // row.channels) * -(-columns // row.columns)
+        assert 1 <= config.splits <= config.slabs
+        assert config.slabs * positions >= batch * math.prod(spatial)
+        assert config.shared_bytes <= H200.shared_bytes
+        sums = config.tasks * config.splits * row.channels * row.columns
+        assert config.partial_bytes == 4 * sums

@@ -1,0 +1,216 @@
+"""The convolution's gradients by tensor copies against fp64, relative to eager's error."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from conv_gradients import (
+    GEOMETRY,
+    NAMES,
+    TF32_ERROR,
+    eager,
+    gradients,
+    operands,
+    output_gradient,
+)
+from gpu_checks import bound, poison, round_to_tf32
+from problems import explained
+from reference import relative_error
+
+from fusedconv.benchmark import DTYPES
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.layout import layout_of
+from fusedconv.registry import registry
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = [k for k in registry().kernels() if k.name.startswith("sm90_boxes_gradients_")]
+#: Of each kernel and layout.
+RANDOM_PROBLEMS = 80
+
+
+@pytest.fixture(autouse=True)
+def on_hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels run on compute capability 9.0")
+
+
+@pytest.fixture
+def gradients_of(force, monkeypatch):
+    """gradients_of(kernel): the convolution's gradients are this kernel's where it has them."""
+
+    def use(kernel) -> None:
+        force(kernel.name)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
+
+    return use
+
+
+def random_problem(generator: random.Random, unit: int) -> dict[str, Any]:
+    axes = generator.choice((1, 2, 2, 3))
+    sizes = {1: (300,), 2: (40, 70), 3: (6, 12, 30)}[axes]
+    while True:
+        stride = [generator.choice((1, 1, 2, 2, 3, 4)) for _ in range(axes)]
+        kernel_size = [generator.choice((1, 2, 3, 4, 5)) for _ in range(axes)]
+        if math.prod(stride) <= 16 and math.prod(kernel_size) <= 160:
+            break
+    dilation = [generator.choice((1, 1, 1, 2, 3)) for _ in range(axes)]
+    reach = [spread * (size - 1) for size, spread in zip(kernel_size, dilation, strict=True)]
+    padding = [generator.randint(0, min(3, far // 2 + 1)) for far in reach]
+    extra = [generator.randrange(max(pair)) for pair in zip(stride, dilation, strict=True)]
+    least = [
+        max(1, -(-(2 * pad - far - more - 1 + each) // each) + 1)
+        for pad, far, more, each in zip(padding, reach, extra, stride, strict=True)
+    ]
+    return {
+        "batch": generator.randint(1, 5),
+        "channels": unit * generator.choice((1, 2, 3, 8, 9, 16, 17, 24, 40)),
+        "out": unit * generator.choice((1, 2, 3, 8, 9, 16, 17, 24, 40)),
+        "spatial": [
+            generator.randint(low, max(low, most)) for low, most in zip(least, sizes, strict=True)
+        ],
+        "kernel": kernel_size,
+        "stride": stride,
+        "padding": padding,
+        "output_padding": extra,
+        "dilation": dilation,
+        "draw": generator.choice((torch.randn, torch.rand)),
+        "grad": generator.choice(("dense", "channels last", "sliced", "expanded")),
+    }
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_random_problems(kernel, layout, gradients_of):
+    gradients_of(kernel)
+    precision, dtype = kernel.precision, DTYPES[kernel.precision]
+    generator = random.Random(kernel.name + layout)
+    torch.manual_seed(0)
+    for _ in range(RANDOM_PROBLEMS):
+        case = random_problem(generator, 4 if precision == "tf32" else 8)
+        tensors = operands(case, dtype, layout)
+        geometry = {name: case[name] for name in GEOMETRY}
+        output = eager(*tensors, **geometry)
+        grad = output_gradient(case["grad"], output)
+        keywords = geometry
+        poison()
+        actual = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
+        poison(32 << 20)
+        again = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
+        torchs = gradients(eager, tensors, grad, **keywords)
+        wide = [tensor.double() for tensor in tensors]
+        exact = gradients(eager, wide, grad.double(), **keywords)
+        rounded = exact
+        if precision == "tf32":
+            wide = [round_to_tf32(tensor).double() for tensor in tensors]
+            rounded = gradients(eager, wide, round_to_tf32(grad).double(), **keywords)
+        for name, a, b, t, r, e in zip(NAMES, actual, again, torchs, rounded, exact, strict=True):
+            assert torch.equal(a, b), (name, case)
+            if name == "input":
+                x = tensors[0]
+                assert layout_of(a.shape, a.stride()) == layout_of(x.shape, x.stride()), case
+            limit = max(relative_error(t, e), relative_error(r, e))
+            if name == "bias":
+                limit = 2 * relative_error(t, e)  # of a sum of many terms
+            error = relative_error(a, e)
+            assert error <= bound(limit, precision), (name, error, limit, case)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("kernel_size", "geometry"),
+    [
+        ((3, 3), {"padding": [1, 1]}),
+        ((2, 2), {"stride": [2, 2]}),
+        ((4, 4), {"stride": [2, 2], "padding": [1, 1]}),
+        ((4, 4), {"stride": [4, 4]}),
+        ((3, 3), {"stride": [2, 2], "padding": [1, 1], "output_padding": [1, 1]}),
+    ],
+    ids=str,
+)
+def test_behind_a_normalisation(kernel, layout, kernel_size, geometry, gradients_of):
+    gradients_of(kernel)
+    dtype = DTYPES[kernel.precision]
+    case = {
+        "batch": 3,
+        "channels": 72,
+        "out": 40,
+        "spatial": (19, 23),
+        "kernel": kernel_size,
+        "draw": torch.randn,
+    }
+
+    def ours(x, weight, bias, **geometry):
+        return conv_transpose_act_norm(x, weight, bias, activation="gelu", num_groups=4, **geometry)
+
+    def composed(x, weight, bias, **geometry):
+        y = torch.nn.functional.gelu(eager(x, weight, bias, **geometry))
+        return torch.nn.functional.group_norm(y, 4)
+
+    tensors = operands(case, dtype, layout)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    _, explanation = explained(lambda: ours(*leaves, **geometry), gradients=True)
+    parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+    assert all(parts[part] == kernel.name for part in kernel.computes)
+    transposes = [step for step in explanation.steps if "nchw -> nhwc" in step]
+    assert bool(transposes) == (layout == "nchw")
+    grad = torch.randn_like(composed(*tensors, **geometry))
+    poison()
+    actual = gradients(ours, tensors, grad, **geometry)
+    torchs = gradients(composed, tensors, grad, **geometry)
+    exact = gradients(composed, [tensor.double() for tensor in tensors], grad.double(), **geometry)
+    for name, a, t, e in zip(NAMES, actual, torchs, exact, strict=True):
+        # The bias's sums what the normalisation's gradient rounds.
+        limit = (3 if name == "bias" else 1.5) * relative_error(t, e)
+        if kernel.precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(a, e) <= bound(limit, kernel.precision), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_each_gradient_alone(kernel, gradients_of):
+    gradients_of(kernel)
+    case = {
+        "batch": 2,
+        "channels": 24,
+        "out": 40,
+        "spatial": (19, 45),
+        "kernel": (4, 3),
+        "draw": torch.randn,
+    }
+    geometry = {"stride": [2, 1], "padding": [1, 0]}
+    tensors = operands(case, DTYPES[kernel.precision], "nhwc")
+    grad = torch.randn_like(eager(*tensors, **geometry))
+    every = gradients(conv_transpose_act_norm, tensors, grad, **geometry)
+    for name, expected in zip(NAMES, every, strict=True):
+        (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), **geometry)
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_long_sums(kernel, gradients_of):
+    """More slabs than the accumulators take before they are added to sums in memory."""
+    gradients_of(kernel)
+    case = {
+        "batch": 40,
+        "channels": 16,
+        "out": 16,
+        "spatial": (300, 260),
+        "kernel": (2, 2),
+        "draw": torch.rand,
+    }
+    tensors = operands(case, DTYPES[kernel.precision], "nhwc")
+    grad = torch.rand_like(eager(*tensors))
+    (found,) = gradients(conv_transpose_act_norm, tensors, grad, ("weight",))
+    (torchs,) = gradients(eager, tensors, grad, ("weight",))
+    wide = [tensor.double() for tensor in tensors]
+    (exact,) = gradients(eager, wide, grad.double(), ("weight",))
+    # The tensor core drops bits of each addition to an accumulator; eager's small convolutions are
+    # not in TF32.
+    limit = relative_error(torchs, exact) + 1e-5
+    assert relative_error(found, exact) <= bound(limit, kernel.precision)

@@ -1,5 +1,6 @@
-"""Gradients through LayerNorm over channels and affine maps of channels on the GPU, alone and
-behind convolutions, against fp64, relative to eager's error."""
+"""Gradients through LayerNorm over channels, affine maps of channels and activations alone on the
+GPU, alone and behind convolutions, and of the bias alone, against fp64, relative to eager's
+error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import fusedconv
 from fusedconv import Activation, BackwardProblem, Bias, ForwardProblem, Norm
 from fusedconv.device import device_record
 from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
-from fusedconv.kernels.cuda.ungrouped_gradients import UngroupedBackward
+from fusedconv.kernels.cuda.ungrouped_gradients import UngroupedBackward, UngroupedBias
 from fusedconv.layout import layout_of
 from fusedconv.plan import BackwardTensors
 from fusedconv.problem import ConvTransposeGeometry
@@ -32,11 +33,13 @@ NAMES = ("conv_output", "norm_weight", "norm_bias", "bias")
 
 
 def problem_of(kind, x, weight, bias, before, after, names=NAMES):
-    """Gradients through what follows a convolution of one tap that leaves its input as it is."""
+    """Gradients through what follows a convolution of one tap that leaves its input as it is;
+    ``kind`` None is no normalisation."""
     dtypes = {each.dtype for each in (weight, bias) if each is not None}
-    norm = Norm(
-        kind, 0, EPS, weight is not None, bias is not None, dtypes.pop() if dtypes else None
-    )
+    norm = None
+    if kind is not None:
+        given = weight is not None, bias is not None
+        norm = Norm(kind, 0, EPS, *given, dtypes.pop() if dtypes else None)
     axes, channels = x.dim() - 2, x.shape[1]
     one, none = (1,) * axes, (0,) * axes
     layout = layout_of(x.shape, x.stride())
@@ -88,9 +91,10 @@ def assert_as_accurate(kind, x, weight, bias, before, after, names=NAMES):
         channels = first.shape[1]
         filler = (first.new_ones(channels), first.new_zeros(channels))
         affine = [b if a is None else a for a, b in zip(affine, filler, strict=True)]
-        output = ACTIVATIONS[after](
-            normalised(kind, ACTIVATIONS[before](first), *affine, EPS).to(first.dtype)
-        )
+        output = ACTIVATIONS[before](first)
+        if kind is not None:
+            output = normalised(kind, output, *affine, EPS)
+        output = ACTIVATIONS[after](output.to(first.dtype))
         wanted = [leaf for leaf in leaves if leaf is not None]
         got = iter(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
         first, *others = (None if leaf is None else next(got) for leaf in leaves)
@@ -130,6 +134,65 @@ def test_against_fp64(channels, spatial, layout, kind, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("spatial", [(16, 16), (5, 7), (3,), (2, 3, 6), (96, 160)], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 8, 64, 72, 200, 384, 1025])
+def test_activations_alone(channels, spatial, layout, activation, dtype):
+    x, *_ = tensors_of(channels, spatial, layout, dtype)
+    assert_as_accurate(None, x, None, None, activation, None)
+    assert_as_accurate(None, x, None, None, activation, None, ["conv_output"])
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("channels", [5, 64])
+@pytest.mark.parametrize("kind", [None, "affine"])
+def test_what_relu_stops_is_zero_whatever_comes(kind, channels, layout):
+    x = LAYOUTS[layout](-torch.ones(2, channels, 6, 4, device="cuda", dtype=torch.bfloat16))
+    x[0, :, 0, 0] = 1
+    grad = torch.full_like(x, float("inf"))
+    grad[0] = 2
+    problem = problem_of(kind, x, None, None, None if kind else "relu", "relu" if kind else None)
+    plan = KERNEL.compile(problem, device_record(x.device))
+    found = plan.run(BackwardTensors(grad, x, None, x, None, None, None, None))
+    assert torch.equal(found.conv_output, torch.where(x > 0, grad, 0))
+    assert torch.equal(found.bias, torch.full_like(found.bias, 2))
+
+
+@DTYPES
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("spatial", [(16, 16), (5, 7), (3,), (2, 3, 6), (96, 160)], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 8, 64, 72, 200, 384, 1025])
+def test_the_bias_alone(channels, spatial, layout, dtype):
+    grad, *_ = tensors_of(channels, spatial, layout, dtype)
+    problem = problem_of(None, grad, None, None, None, None, ["bias"])
+    kernel, device = UngroupedBias(), device_record(grad.device)
+    support = kernel.supports(problem, device)
+    assert support, support.reason
+    plan = kernel.compile(problem, device)
+    poison()
+    found, again = (
+        plan.run(BackwardTensors(grad, grad, None, None, None, None, None, None)).bias
+        for _ in range(2)
+    )
+    assert torch.equal(found, again)
+    axes = (0, *range(2, grad.dim()))
+    exact = grad.double().sum(axes)
+    limit = 2 * relative_error(grad.sum(axes), exact) + 4 * GRADIENT_FLOOR[dtype]
+    assert relative_error(found, exact) <= limit
+
+
+def test_the_bias_alone_of_a_gradient_that_lies_otherwise():
+    grad, *_ = tensors_of(24, (7, 9), "nhwc", torch.float32)
+    problem = problem_of(None, grad.contiguous(), None, None, None, None, ["bias"])
+    plan = UngroupedBias().compile(problem, device_record(grad.device))
+    given = BackwardTensors(grad[:1].expand(3, -1, -1, -1), grad, *(None,) * 6)
+    torch.testing.assert_close(plan.run(given).bias, 3 * grad[0].sum((1, 2)))
+    found = plan.run(given._replace(grad_conv_output=grad)).bias
+    torch.testing.assert_close(found, grad.sum((0, 2, 3)))
+
+
+@DTYPES
 @pytest.mark.parametrize("kind", ["layer", "affine"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("given", ["neither", "weight", "bias", "wide"])
@@ -154,8 +217,11 @@ def test_some_of_the_gradients(names, layout, kind, dtype):
 @DTYPES
 @pytest.mark.parametrize("kind", ["layer", "affine"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_many_pixels(layout, kind, dtype):
-    x, weight, bias = tensors_of(128, (160, 144), layout, dtype, batch=8)
+@pytest.mark.parametrize("channels", [64, 128, 384])
+@pytest.mark.parametrize("spatial", [(160, 144), (159, 142)], ids=str)
+def test_many_pixels(spatial, channels, layout, kind, dtype):
+    """So many that each block goes over several tiles, the last of them in part."""
+    x, weight, bias = tensors_of(channels, spatial, layout, dtype, batch=4)
     assert_as_accurate(kind, x, weight, bias, None, "gelu")
 
 
@@ -177,6 +243,7 @@ def test_addresses_between_whole_vectors(layout):
     weight, bias = torch.randn(2, 64, device="cuda").unbind()
     for kind in ("layer", "affine"):
         assert_as_accurate(kind, x, weight, bias, None, "gelu")
+    assert_as_accurate(None, x, None, None, "gelu", None)
 
 
 def test_more_channels_than_registers_hold_are_torchs():

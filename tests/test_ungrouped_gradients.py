@@ -1,5 +1,5 @@
-"""Gradients through LayerNorm over channels and affine maps: which kernel serves them, and the
-steps of plans. No GPU."""
+"""Gradients through LayerNorm over channels, affine maps and activations alone, and of the bias
+alone: which kernel serves them, and the steps of plans. No GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import fusedconv
 from fusedconv import Norm
 from fusedconv.device import KNOWN
 from fusedconv.functional import fold_batch_norm
+from fusedconv.kernels.cuda.ungrouped_gradients import UngroupedBias
 from fusedconv.norms import folded_batch_norm
 from fusedconv.ops.batch_norm import _in_torch
 from fusedconv.registry import registry
@@ -27,7 +28,8 @@ KERNEL = "ungrouped_backward"
 
 
 def forward(kind, layout="nhwc", channels=64, activation="relu", order="norm_act", **changes):
-    norm = Norm(kind, 0, 1e-6, True, True, torch.float32)
+    """``kind`` None is no normalisation."""
+    norm = None if kind is None else Norm(kind, 0, 1e-6, True, True, torch.float32)
     conv = conv_geometry(
         in_channels=64,
         out_channels=channels,
@@ -73,24 +75,101 @@ def test_it_has_the_epilogue_and_the_bias(kind, layout):
     [
         ({"kind": "layer", "channels": 2048}, "2048 channels"),
         ({"kind": "group"}, "LayerNorm"),
+        ({"kind": None, "activation": "identity", "grad": torch.float32}, "the problem has none"),
     ],
     ids=lambda each: str(each),
 )
 def test_what_it_refuses(changes, reason):
     changes = dict(changes)
+    grad = changes.pop("grad", torch.bfloat16)
     if changes["kind"] == "group":
         target = backward_problem(problem(save=True))
     else:
-        target = backward_problem(forward(**changes))
+        target = backward_problem(forward(**changes), grad_dtype=grad)
     epilogue = target.part(["epilogue"])
     (found,) = [c for c in registry().candidates(epilogue, H200) if c.kernel.name == KERNEL]
     assert not found.support and reason in found.support.reason
 
 
-def test_gradients_of_another_dtype_are_torchs():
-    backward = backward_problem(forward("layer"))
+@pytest.mark.parametrize("kind", ["layer", None])
+def test_gradients_of_another_dtype_are_torchs(kind):
+    backward = backward_problem(forward(kind))
     wide = dataclasses.replace(backward, grad_dtype=torch.float32)
     assert kernel_of(wide, "epilogue").provider == "torch"
+
+
+# ---- an activation alone, and the bias alone -----------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("order", ["act_norm", "norm_act"])
+def test_an_activation_alone_has_a_pass_with_the_bias_beside_it(order, activation, layout):
+    alone = forward(None, layout, activation=activation, order=order)
+    backward = backward_problem(alone, "bias")
+    (explanation,) = explained(backward, device=H200)
+    assert explanation.kernel == KERNEL
+    steps = [
+        f"gradient through {activation} in one pass ({layout}), + sums by channel",
+        "add sums by channel to gradients of bias",
+    ]
+    assert list(explanation.steps) == steps
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_an_activation_alone_without_a_convolution(layout):
+    alone = forward(None, layout, conv=None, activation="gelu")
+    (explanation,) = explained(backward_problem(alone), device=H200)
+    assert explanation.kernel == KERNEL and len(explanation.steps) == 1
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_the_bias_alone_is_summed(layout):
+    backward = backward_problem(forward(None, layout, activation="identity"), "bias")
+    assert backward.parts == ("bias",)
+    (explanation,) = explained(backward, device=H200)
+    assert list(explanation.steps) == [
+        f"sums of the output's gradient by channel ({layout})",
+        "add sums by channel to gradients of bias",
+    ]
+    other = dataclasses.replace(backward, grad_layout={"nchw": "nhwc", "nhwc": "nchw"}[layout])
+    plan = UngroupedBias().compile(other, H200)
+    assert plan.steps == (f"torch copy of the output's gradient to {layout}", *explanation.steps)
+    kernel = UngroupedBias()
+    assert kernel.cost(backward, H200) < kernel.cost(other, H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradients", "reason"),
+    [
+        ({}, ("bias",), "without an epilogue; the problem has bias -> relu"),
+        ({"activation": "identity", "dtype": torch.float64}, ("bias",), "float64"),
+    ],
+    ids=lambda each: str(each),
+)
+def test_what_the_bias_alone_refuses(changes, gradients, reason):
+    narrow = changes.get("dtype") or torch.bfloat16
+    backward = backward_problem(forward(None, output_dtype=narrow, **changes), *gradients)
+    support = UngroupedBias().supports(backward.part(["bias"]), H200)
+    assert not support and reason in support.reason
+    wide = dataclasses.replace(backward.part(["bias"]), grad_dtype=torch.float16)
+    assert not UngroupedBias().supports(wide, H200)
+
+
+def test_rows_cost_what_they_were_measured_to():
+    """Milliseconds on an H200."""
+    layers = [
+        (("affine", "nhwc", 256, 16), 0.101),
+        (("affine", "nchw", 256, 16), 0.100),
+        (("layer", "nhwc", 64, 64), 0.154),
+        (("layer", "nchw", 64, 64), 0.226),
+        (("layer", "nchw", 384, 4), 0.110),
+    ]
+    for (kind, layout, channels, batch), measured in layers:
+        one = forward(kind, layout, channels, batch=batch, spatial=(64, 64))
+        epilogue = backward_problem(one).part(["epilogue"])
+        (found,) = [c for c in registry().candidates(epilogue, H200) if c.kernel.name == KERNEL]
+        assert found.cost == pytest.approx(measured, rel=0.25), (kind, layout, channels)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

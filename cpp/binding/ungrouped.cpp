@@ -9,10 +9,12 @@ namespace fusedconv::binding {
 void bind_ungrouped(py::module_& m) {
   using namespace ungrouped;
   py::module_ room = m.def_submodule(
-      "ungrouped", "Gradients through LayerNorm over channels and affine maps of channels.");
+      "ungrouped",
+      "Gradients through LayerNorm over channels, affine maps of channels, an activation alone.");
   py::enum_<Kind>(room, "Kind", "What stands between the activations.")
       .value("layer", Kind::kLayer)
-      .value("affine", Kind::kAffine);
+      .value("affine", Kind::kAffine)
+      .value("identity", Kind::kIdentity, "Nothing: an activation behind at most.");
   py::class_<GradientConfig>(room, "GradientConfig", "How the gradients are computed.")
       .def_readonly("support", &GradientConfig::support)
       .def_readonly("parts", &GradientConfig::parts, "In which sums by channel are left.")

@@ -1,25 +1,22 @@
 #include <bit>
 
-#include "layernorm/pixel.hpp"
 #include "ungrouped/device.hpp"
 #include "ungrouped/passes.hpp"
 
 namespace fusedconv::ungrouped {
 namespace {
 
-using layernorm::PixelStatistics;
 using layernorm::sum_over_block;
 
-constexpr int kHeld = 16;  // channels of a thread
+constexpr int kMultiprocessors = 132;
 constexpr int kMostThreads = 512;
 constexpr int kMostLanes = 32, kFewestLanes = 8;
-// Threads of all blocks at most, which fill an H200: each block leaves sums of its pixels.
-constexpr int kAllThreads = 132 * 512;
-static_assert(kMostThreads / kFewestLanes * kHeld >= kMostColumnChannels);
+constexpr int kFew = 8, kMany = 16;  // channels of a thread: few, as long as blocks have threads
+static_assert(kMostThreads / kFewestLanes * kMany >= kMostColumnChannels);
 
-// How threads share pixels: 2^lane_bits neighbours have kVector pixels each, of kHeld channels.
+// How threads share pixels: 2^lane_bits neighbours have `vector` pixels each, of `held` channels.
 struct Sharing {
-  int vector, lane_bits, threads;
+  int held, vector, lane_bits, threads;
 
   int64_t tiles(GroupNormProblem const& p) const {
     return ceil_div(p.pixels, int64_t(vector) << lane_bits);
@@ -27,19 +24,20 @@ struct Sharing {
 };
 
 Sharing sharing_of(GroupNormProblem const& p, int vector) {
-  int const parts = int(ceil_div(p.channels, kHeld));
+  int const held = p.channels <= kMostThreads / kFewestLanes * kFew ? kFew : kMany;
+  int const parts = int(ceil_div(p.channels, held));
   int bits = std::bit_width(unsigned(kMostLanes)) - 1;
   while (1 << bits > kFewestLanes &&
          (parts << bits > kMostThreads || (int64_t(vector) << (bits - 1)) >= p.pixels)) {
     --bits;
   }
-  return {vector, bits, int(round_up(int64_t(parts) << bits, 32))};
+  return {held, vector, bits, int(round_up(int64_t(parts) << bits, 32))};
 }
 
 int widest(GroupNormProblem const& p) { return p.pixels % 2 == 0 ? 2 : 1; }
 
 // Blocks go over tiles of pixels in turn.
-template <class T, int kVector, Known kKnown>
+template <class T, int kHeld, int kVector, Known kKnown>
 __global__ void __launch_bounds__(kMostThreads, 1)
     grad_of_columns(Tensors<T> const tensors, int64_t pixels, int64_t tiles, int64_t all_tiles,
                     int lane_bits) {
@@ -57,29 +55,44 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   float const count = float(affine.channels), share = 1.0f / count;
 
   Sums sums[kHeld];
-#pragma unroll 1
-  for (int64_t tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
-    int64_t const sample = tile / tiles;
-    int64_t const pixel = ((tile % tiles) << lane_bits | lane) * kVector;
-    int64_t const base = (sample * affine.channels + own_first) * pixels + pixel;
+  struct Loaded {
+    Pack<T, kVector> inputs[kHeld], grads[kHeld];
+  };
+  // Where a tile's values of the thread begin, and how many of its channels exist.
+  struct Place {
+    int64_t base;
+    int held;
+    bool whole;  // the block's pixels and channels all exist
+  };
+  auto const place_of = [&](int64_t tile) {
+    int64_t const sample = tile / tiles, first = ((tile % tiles) << lane_bits) * kVector;
+    int64_t const pixel = first + lane * kVector;
     int const held = pixel < pixels ? min(kHeld, affine.channels - own_first) : 0;
-    // The input stays what was loaded, and is widened and activated again wherever it is read.
-    Pack<T, kVector> inputs[kHeld];
-    float grads[kHeld][kVector];
+    return Place{(sample * affine.channels + own_first) * pixels + pixel, held,
+                 first + (kVector << lane_bits) <= pixels && parts * kHeld == affine.channels};
+  };
+  // Nothing is made of what is loaded until all of it is on the way.
+  auto const load = [&](int64_t tile, Loaded& loaded) {
+    Place const place = place_of(tile);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (k >= held) continue;
-      inputs[k] = Pack<T, kVector>::load(tensors.input + base + k * pixels);
-      as_floats(Pack<T, kVector>::load(tensors.grad + base + k * pixels), grads[k]);
+      if (k >= place.held) continue;
+      loaded.inputs[k] = Pack<T, kVector>::load(tensors.input + place.base + k * pixels);
+      loaded.grads[k] = Pack<T, kVector>::load(tensors.grad + place.base + k * pixels);
     }
+  };
+  // The input stays what was loaded, and is widened and activated again wherever it is read.
+  auto const finish = [&](auto whole, Place const& place, Loaded const& loaded) {
+    constexpr bool kLow = kMeanHasLow<T, kKnown>;
+    auto const exists = [&](int k) { return whole || k < place.held; };
     auto const values_of = [&](int k, float (&values)[kVector]) {
-      as_floats(inputs[k], values);
+      as_floats(loaded.inputs[k], values);
       activate<kKnown>(affine, values);
     };
     float mean[kVector] = {};
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (k >= held) continue;
+      if (!exists(k)) continue;
       float values[kVector];
       values_of(k, values);
 #pragma unroll
@@ -88,40 +101,42 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     sum_over_block(mean, lane_bits, means_shared);
 #pragma unroll
     for (float& value : mean) value = layernorm::quotient(value, count, share);
-    float deviations[2 * kVector] = {};  // squares, deviations
+    float deviations[(kLow ? 2 : 1) * kVector] = {};  // squares, deviations
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (k >= held) continue;
+      if (!exists(k)) continue;
       float values[kVector];
       values_of(k, values);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         float const deviation = values[v] - mean[v];
         deviations[v] = fmaf(deviation, deviation, deviations[v]);
-        deviations[kVector + v] += deviation;
+        if constexpr (kLow) deviations[kVector + v] += deviation;
       }
     }
     sum_over_block(deviations, lane_bits, means_shared + sums_size);
-    PixelStatistics statistics[kVector];
+    float rstd[kVector], shift[kVector];
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      statistics[v] =
-          PixelStatistics::of(count, mean[v], deviations[kVector + v], deviations[v], tensors.eps);
+      auto const statistics = statistics_of<kLow>(share, mean[v], deviations[v],
+                                                  deviations[kLow ? kVector + v : v], tensors.eps);
+      rstd[v] = statistics.rstd;
+      shift[v] = statistics.shift;
     }
     // xhat of a channel.
     auto const normalized_of = [&](int k, float (&values)[kVector]) {
       values_of(k, values);
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        values[v] = statistics[v].template normalized<true>(values[v], make_float2(1.0f, 0.0f));
-      }
+      for (int v = 0; v < kVector; ++v) values[v] = fmaf(values[v] - mean[v], rstd[v], shift[v]);
     };
+    float grads[kHeld][kVector];
     float means[2 * kVector] = {};  // of weight g and weight g xhat
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (k >= held) continue;
+      if (!exists(k)) continue;
       float values[kVector];
       normalized_of(k, values);
+      as_floats(loaded.grads[k], grads[k]);
       float2 const entry = table[own_first + k];
       pass_after<kKnown>(affine, values, [&](int) { return entry; }, grads[k]);
 #pragma unroll
@@ -138,40 +153,65 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     for (float& value : means) value *= share;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      if (k >= held) continue;
+      if (!exists(k)) continue;
       float values[kVector];
       normalized_of(k, values);
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        grads[k][v] =
-            statistics[v].rstd * fmaf(-values[v], means[kVector + v], grads[k][v] - means[v]);
+        grads[k][v] = rstd[v] * fmaf(-values[v], means[kVector + v], grads[k][v] - means[v]);
       }
-      pass_before<kKnown>(affine, inputs[k], grads[k]);
+      pass_before<kKnown>(affine, loaded.inputs[k], grads[k]);
       auto const stored = as_stored<T>(grads[k]);
-      if (tensors.output != nullptr) stored.store(tensors.output + base + k * pixels);
+      if (tensors.output != nullptr) stored.store(tensors.output + place.base + k * pixels);
 #pragma unroll
       for (float const value : grads[k]) sums[k].input += value;
+    }
+  };
+  // Of few channels what comes next is loaded while this is computed, and no branch keeps channels
+  // apart: with few warps nothing else would hide how long memory and chains of sums take.
+  constexpr bool kRoomy = kHeld == kFew && kKnown != Known::kAny;
+  if constexpr (kRoomy) {
+    Loaded next;
+    load(blockIdx.x, next);
+#pragma unroll 1
+    for (int64_t tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+      Loaded const loaded = next;
+      if (tile + gridDim.x < all_tiles) load(tile + gridDim.x, next);
+      Place const place = place_of(tile);
+      if (place.whole) {
+        finish(std::true_type{}, place, loaded);
+      } else {
+        finish(std::false_type{}, place, loaded);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int64_t tile = blockIdx.x; tile < all_tiles; tile += gridDim.x) {
+      Loaded loaded;
+      load(tile, loaded);
+      finish(std::false_type{}, place_of(tile), loaded);
     }
   }
 
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     for (int offset = 1; offset < lanes; offset *= 2) {
-      sums[k].grad += __shfl_xor_sync(~0u, sums[k].grad, offset);
-      sums[k].projection += __shfl_xor_sync(~0u, sums[k].projection, offset);
-      sums[k].input += __shfl_xor_sync(~0u, sums[k].input, offset);
+      for_each_sum<Kind::kLayer>(
+          [&](auto sum) { sums[k].*sum += __shfl_xor_sync(~0u, sums[k].*sum, offset); });
     }
     if (lane == 0 && own_first + k < affine.channels) {
-      leave(tensors.partials, blockIdx.x, affine.channels, own_first + k, sums[k]);
+      leave<Kind::kLayer>(tensors.partials, blockIdx.x, affine.channels, own_first + k, sums[k]);
     }
   }
 }
 
 }  // namespace
 
+// As many blocks as an H200 has at once: each leaves sums of its pixels.
 int64_t parts_of_columns(GroupNormProblem const& p) {
   Sharing const sharing = sharing_of(p, widest(p));
-  return std::min<int64_t>(kAllThreads / sharing.threads, p.batch * sharing.tiles(p));
+  return std::min<int64_t>(kMultiprocessors * (kMostThreads / sharing.threads),
+                           p.batch * sharing.tiles(p));
 }
 
 void gradient_of_columns(GradientConfig const& config, GradientTensors const& given,
@@ -181,14 +221,17 @@ void gradient_of_columns(GradientConfig const& config, GradientTensors const& gi
     using T = decltype(zero);
     auto const launch = [&](auto vector, auto known) {
       Sharing const sharing = sharing_of(p, vector.value);
+      auto const kernel = sharing.held == kFew
+                              ? grad_of_columns<T, kFew, vector.value, known.value>
+                              : grad_of_columns<T, kMany, vector.value, known.value>;
       int const parts = sharing.threads >> sharing.lane_bits;
       int const sums = (sharing.threads / 32 << sharing.lane_bits) * vector.value;
       int const shared =
-          parts * kHeld * int(sizeof(float2)) + (1 + 2 + 2) * sums * int(sizeof(float));
+          parts * sharing.held * int(sizeof(float2)) + (1 + 2 + 2) * sums * int(sizeof(float));
       int64_t const tiles = sharing.tiles(p);
       dim3 const grid = device::checked_grid("grad_of_columns", config.parts);
-      grad_of_columns<T, vector.value, known.value><<<grid, sharing.threads, shared, stream>>>(
-          tensors_of<T>(p, given), p.pixels, tiles, p.batch * tiles, sharing.lane_bits);
+      kernel<<<grid, sharing.threads, shared, stream>>>(tensors_of<T>(p, given), p.pixels, tiles,
+                                                        p.batch * tiles, sharing.lane_bits);
     };
     if (!serves(p, given, p.pixels, 2)) {
       using Any = std::integral_constant<Known, Known::kAny>;

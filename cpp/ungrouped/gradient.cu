@@ -12,18 +12,20 @@
 namespace fusedconv::ungrouped {
 namespace {
 
-constexpr int kChannels = 32;       // of a block that adds up parts
-constexpr int kSlices = 8;          // of the parts, a thread each
+constexpr int kChannels = 32;  // of a block that adds up parts
+// Of the parts, a thread each: as many as a block may have, since a thread waits for most of its
+// parts one after another.
+constexpr int kSlices = 32;
 constexpr int kMostSlabs = 0xffff;  // of 32 channels, side by side
 
 struct Targets {
-  void* totals[kSums];
-  DType dtypes[kSums];
+  void* totals[kMostSums];
+  DType dtypes[kMostSums];
 };
 
 // Block (channels, sum).
 __global__ void __launch_bounds__(kChannels* kSlices)
-    add_parts_of_channels(float const* __restrict__ partials, int parts, int channels,
+    add_parts_of_channels(float const* __restrict__ partials, int parts, int sums, int channels,
                           Targets const targets) {
   int const sum = int(blockIdx.y);
   if (targets.totals[sum] == nullptr) return;
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(kChannels* kSlices)
   bool const exists = channel < channels;
   float const total = device::total_of_parts<kSlices>(
       exists ? partials + int64_t(sum) * channels + channel : nullptr, parts,
-      int64_t(kSums) * channels);
+      int64_t(sums) * channels);
   if (!exists || int(threadIdx.x) >= kChannels) return;
   device::store_from_float(targets.totals[sum], channel, targets.dtypes[sum], total);
 }
@@ -52,6 +54,9 @@ GradientConfig gradient_config(GroupNormProblem const& p, Kind kind) {
   if (p.output_layout != p.input_layout || p.output_dtype != p.dtype ||
       p.input_row_channels() != p.channels) {
     return refuse("layouts, dtypes or rows of input and output differ");
+  }
+  if (kind == Kind::kIdentity && p.activation_before != Activation::kIdentity) {
+    return refuse("an activation alone is described as one behind");
   }
   if (p.batch == 0 || p.pixels == 0) return refuse("the input is empty");
   if (p.batch * p.channels > std::numeric_limits<int>::max()) {
@@ -86,11 +91,12 @@ void gradient(GradientConfig const& config, GradientTensors const& tensors, cuda
 void add_parts(GradientConfig const& config, float const* partials,
                ChannelGradients const& gradients, cudaStream_t stream) {
   GroupNormProblem const& p = config.problem;
-  Targets const targets{{gradients.bias, gradients.weight, gradients.conv_bias},
-                        {p.affine_dtype, p.affine_dtype, p.dtype}};
+  Targets const targets{{gradients.conv_bias, gradients.bias, gradients.weight},
+                        {p.dtype, p.affine_dtype, p.affine_dtype}};
+  int const sums = sums_of(config.kind);
   dim3 const grid =
-      device::checked_grid("add_parts_of_channels", ceil_div(p.channels, kChannels), kSums);
-  add_parts_of_channels<<<grid, kChannels * kSlices, 0, stream>>>(partials, int(config.parts),
+      device::checked_grid("add_parts_of_channels", ceil_div(p.channels, kChannels), sums);
+  add_parts_of_channels<<<grid, kChannels * kSlices, 0, stream>>>(partials, int(config.parts), sums,
                                                                   int(p.channels), targets);
   FUSEDCONV_CUDA("add_parts_of_channels", cudaGetLastError());
 }

@@ -7,13 +7,13 @@
 
 namespace fusedconv::ungrouped {
 
-// Channels last, of both kinds.
+// Channels last, of every kind.
 inline constexpr int kMostRowChannels = 1024;  // of a pixel that is normalised
 int64_t parts_of_rows(GroupNormProblem const& problem, Kind kind);
 void gradient_of_rows(GradientConfig const& config, GradientTensors const& tensors,
                       cudaStream_t stream);
 
-// Channels first, an affine map.
+// Channels first, an affine map or the identity.
 int64_t parts_of_planes(GroupNormProblem const& problem);
 void gradient_of_planes(GradientConfig const& config, GradientTensors const& tensors,
                         cudaStream_t stream);

@@ -17,7 +17,7 @@ groupnorm::Split split_of(GroupNormProblem const& p) {
 }
 
 // Block (split, plane).
-template <class T, int kVector, Known kKnown>
+template <class T, int kVector, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(Tensors<T> const tensors, int64_t pixels, int64_t split_size, int splits) {
   Affine const& affine = tensors.affine;
@@ -27,12 +27,26 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const begin = int64_t(split) * split_size;
   int64_t const vectors = min(split_size, pixels - begin) / kVector;
   int64_t const base = int64_t(plane) * pixels + begin;
-  float2 const entry = entry_of(affine, channel);
+  constexpr bool kIdentity = kKind == Kind::kIdentity;
+  float2 const entry = kIdentity ? float2{1.0f, 0.0f} : entry_of(affine, channel);
   Sums sums;
+  auto const load = [&](T const* source, int64_t i) {
+    return Pack<T, kVector>::load(source + base + i * kVector);
+  };
   auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
     float values[kVector], grads[kVector];
     as_floats(px, values);
     as_floats(pg, grads);
+    if constexpr (kIdentity) {
+      pass_activation<kKnown>(affine, values, grads);
+      if constexpr (kReads<kKind, kKnown>) {
+        auto const stored = as_stored<T>(grads);
+        if (tensors.output != nullptr) stored.store(tensors.output + base + i * kVector);
+      }
+#pragma unroll
+      for (float const value : grads) sums.input += value;
+      return;
+    }
     activate<kKnown>(affine, values);
     pass_after<kKnown>(affine, values, [&](int) { return entry; }, grads);
     float result[kVector];
@@ -54,32 +68,36 @@ __global__ void __launch_bounds__(kThreads)
     Pack<T, kVector> px[kAhead], pg[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      px[j] = Pack<T, kVector>::load(tensors.input + base + (i + j * kThreads) * kVector);
-      pg[j] = Pack<T, kVector>::load(tensors.grad + base + (i + j * kThreads) * kVector);
+      if constexpr (kReads<kKind, kKnown>) px[j] = load(tensors.input, i + j * kThreads);
+      pg[j] = load(tensors.grad, i + j * kThreads);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) put(i + j * kThreads, px[j], pg[j]);
   }
   for (; i < vectors; i += kThreads) {
-    put(i, Pack<T, kVector>::load(tensors.input + base + i * kVector),
-        Pack<T, kVector>::load(tensors.grad + base + i * kVector));
+    Pack<T, kVector> px;
+    if constexpr (kReads<kKind, kKnown>) px = load(tensors.input, i);
+    put(i, px, load(tensors.grad, i));
   }
-  __shared__ float of_warps[kSums][kThreads / 32];
-  sums = {device::warp_total(sums.grad), device::warp_total(sums.projection),
-          device::warp_total(sums.input)};
+  constexpr int kWarps = kThreads / 32;
+  __shared__ float of_warps[kMostSums * kWarps];
+  for_each_sum<kKind>([&](auto sum) { sums.*sum = device::warp_total(sums.*sum); });
   if (threadIdx.x % 32 == 0) {
-    of_warps[0][threadIdx.x / 32] = sums.grad;
-    of_warps[1][threadIdx.x / 32] = sums.projection;
-    of_warps[2][threadIdx.x / 32] = sums.input;
+    float* own = of_warps + threadIdx.x / 32;
+    for_each_sum<kKind>([&](auto sum) {
+      *own = sums.*sum;
+      own += kWarps;
+    });
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kThreads / 32; ++warp) {
-      sums.grad += of_warps[0][warp];
-      sums.projection += of_warps[1][warp];
-      sums.input += of_warps[2][warp];
-    }
-    leave(tensors.partials, int64_t(sample) * splits + split, affine.channels, channel, sums);
+    float const* others = of_warps;
+    for_each_sum<kKind>([&](auto sum) {
+      for (int warp = 1; warp < kWarps; ++warp) sums.*sum += others[warp];
+      others += kWarps;
+    });
+    leave<kKind>(tensors.partials, int64_t(sample) * splits + split, affine.channels, channel,
+                 sums);
   }
 }
 
@@ -96,8 +114,11 @@ void gradient_of_planes(GradientConfig const& config, GradientTensors const& giv
     using T = decltype(zero);
     dispatch_known(p, [&](auto known) {
       auto const launch = [&](auto vector) {
-        grad_of_planes<T, vector.value, known.value><<<grid, kThreads, 0, stream>>>(
-            tensors_of<T>(p, given), p.pixels, split.size, split.count);
+        auto const kernel = config.kind == Kind::kIdentity
+                                ? grad_of_planes<T, vector.value, Kind::kIdentity, known.value>
+                                : grad_of_planes<T, vector.value, Kind::kAffine, known.value>;
+        kernel<<<grid, kThreads, 0, stream>>>(tensors_of<T>(p, given), p.pixels, split.size,
+                                              split.count);
       };
       constexpr int kWhole = 16 / int(sizeof(T));
       if (serves(p, given, p.pixels, kWhole)) return launch(std::integral_constant<int, kWhole>{});

@@ -12,21 +12,35 @@ void check_whole(char const* step, GradientConfig const& config, RunContext cons
                   context.samples, " samples of ", config.problem.batch);
 }
 
+char const* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::kLayer: return "layer norm over channels";
+    case Kind::kAffine: return "affine map of channels";
+    case Kind::kIdentity: return "";
+  }
+  return "";
+}
+
 }  // namespace
 
 Gradient::Gradient(GradientConfig const& config, GradientOperands const& operands)
     : config_(config), operands_(operands) {
   groupnorm::check_supported("Gradient", config.support);
+  FUSEDCONV_CHECK(operands.input.present() == config.reads_input(), "Gradient: got ",
+                  operands.input.present() ? "an input" : "no input");
+  FUSEDCONV_CHECK(!operands.grad_input.present() || config.reads_input(),
+                  "Gradient: got a gradient of the input to fill, which is the output's");
 }
 
 std::string Gradient::describe() const {
   using groupnorm::step_name;
   GroupNormProblem const& p = config_.problem;
-  bool const layer = config_.kind == Kind::kLayer;
+  if (!config_.reads_input()) {
+    return detail::join("sums of the output's gradient by channel (", name_of(p.input_layout), ")");
+  }
   return detail::join(
       "gradient through ",
-      groupnorm::join_parts(" + ", {step_name(p.activation_after),
-                                    layer ? "layer norm over channels" : "affine map of channels",
+      groupnorm::join_parts(" + ", {step_name(p.activation_after), name_of(config_.kind),
                                     step_name(p.activation_before)}),
       " in one pass (", name_of(p.input_layout), "), + sums by channel");
 }
@@ -58,6 +72,8 @@ AddParts::AddParts(GradientConfig const& config, Operand partials, Operand grad_
   groupnorm::check_supported("AddParts", config.support);
   FUSEDCONV_CHECK(grad_weight.present() || grad_bias.present() || grad_conv_bias.present(),
                   "AddParts: got no gradient to fill");
+  FUSEDCONV_CHECK(config.kind != Kind::kIdentity || !(grad_weight.present() || grad_bias.present()),
+                  "AddParts: got a gradient of norm weight or bias to fill, there is no norm");
 }
 
 std::string AddParts::describe() const {

@@ -10,7 +10,7 @@
 namespace fusedconv::ungrouped {
 
 // The input's gradient, which may be absent, and sums of each channel in parts. weight and bias may
-// be absent.
+// be absent; the input is where the config reads none.
 struct GradientOperands {
   Operand input, grad_output, weight, bias, grad_input, partials;
 };

@@ -37,10 +37,13 @@ from fusedconv.support import Support
 
 @functools.lru_cache(maxsize=1024)
 def compiled_problem(problem: BackwardProblem) -> Any:
-    """What the epilogue computes, over tensors in the forward output's layout and input's dtype."""
+    """What the epilogue computes, over tensors in the forward output's layout and input's dtype. An
+    activation alone stands behind, where more kernels have it compiled in."""
     forward = problem.forward
     form = act_norm_act(forward.epilogue, frozenset(KINDS))
     assert isinstance(form, ActNormAct)
+    if form.norm is None:
+        form = ActNormAct(form.bias, "identity", None, form.before)
     return group_norm_problem(
         forward,
         form,
@@ -67,12 +70,18 @@ def supports_epilogue(
 ) -> Support:
     """The conditions of every kernel that computes gradients through a normalisation, with the
     bias's beside them. ``computes`` names the normalisations, for messages; ``ungrouped`` are
-    their kinds, None for those whose statistics are per group of channels."""
+    their kinds, None for those whose statistics are per group of channels. Kernels of the former
+    take an activation alone too."""
     support = supports_device(device)
     if not support:
         return support
-    norm = problem.forward.norm
-    if norm is None or (ungrouped is not None and norm.kind not in ungrouped):
+    forward = problem.forward
+    norm = forward.norm
+    if norm is None:
+        served = ungrouped is not None and bool(forward.activations)
+    else:
+        served = ungrouped is None or norm.kind in ungrouped
+    if not served:
         return Support.no(f"computes gradients of {computes}; the problem has {norm or 'none'}")
     if "epilogue" not in problem.parts:
         return Support.no("sums the bias's gradient beside the epilogue's only")

@@ -26,6 +26,7 @@ def conv_arguments(
     axes=2,
     dtype=torch.float32,
     layout="nchw",
+    weight_layout="nchw",
     requires_grad=False,
     save=False,
     activation="gelu",
@@ -45,9 +46,12 @@ def conv_arguments(
     """The operator's arguments, from a fixed seed."""
     make = maker(4, dtype, requires_grad)
     x = LAYOUTS[layout](make(2, channels, *(5, 6, 4)[:axes]).detach())
+    weight = LAYOUTS[weight_layout](
+        make(channels, out_channels // groups, *(3, 2, 3)[:axes]).detach()
+    )
     return (
         x.requires_grad_(requires_grad),
-        make(channels, out_channels // groups, *(3, 2, 3)[:axes]),
+        weight.requires_grad_(requires_grad),
         make(out_channels) if bias else None,
         (stride,) * axes,
         (1,) * axes,
@@ -77,10 +81,14 @@ CONV_CASES = {
     "no affine": {"affine": False, "bias": False, "activation": "relu"},
     "channels last": {"layout": "nhwc"},
     "strided": {"layout": "strided", "order": "norm_act"},
+    "channels last weight": {"weight_layout": "nhwc"},
+    "channels last and weight": {"layout": "nhwc", "weight_layout": "nhwc", "stride": 2},
+    "strided weight": {"weight_layout": "strided"},
     "1D": {"axes": 1},
     "1D channels last": {"axes": 1, "layout": "nhwc"},
     "3D": {"axes": 3, "activation": "relu"},
     "3D channels last": {"axes": 3, "layout": "nhwc", "order": "norm_act"},
+    "3D channels last weight": {"axes": 3, "weight_layout": "nhwc"},
     "stride": {"stride": 2, "output_padding": 1},
     "groups and dilation": {"groups": 2, "dilation": 2},
     "bfloat16": {"dtype": torch.bfloat16},

@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from conv_gradients import (
+    GEOMETRY,
+    NAMES,
+    TF32_ERROR,
+    eager,
+    gradients,
+    in_layout,
+    operands,
+    output_gradient,
+)
 from gpu_checks import bound, poison, round_to_tf32
 from problems import explained
 from reference import relative_error
-from torch import Tensor
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS
+from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS, SHORTEST_STRICT_POSITIONS
 from fusedconv.layout import layout_of
 from fusedconv.registry import registry
 
@@ -98,65 +107,12 @@ def random_problem(kernel, generator: random.Random) -> dict[str, Any]:
         "kernel": kernel_size,
         "padding": padding,
         "draw": generator.choice((torch.randn, torch.rand)),
+        "weight_layout": generator.choice(("nchw", "nhwc")),
         # Expanded, a strict sum has too few different values to compare errors of.
         "grad": generator.choice(
             ("dense", "channels last", "sliced", *([] if strict else ["expanded"]))
         ),
     }
-
-
-def output_gradient(kind: str, output: Tensor) -> Tensor:
-    """Of the output's shape and dtype, lying in memory as ``kind`` says."""
-    if kind == "channels last":
-        return in_layout(torch.randn_like(output), "nhwc")
-    if kind == "expanded":
-        return torch.randn_like(output[..., :1]).expand_as(output)
-    if kind == "sliced":
-        columns = output.shape[-1]
-        wide = torch.randn(*output.shape[:-1], columns + 3, device=output.device)
-        return wide.to(output.dtype)[..., 1 : columns + 1]
-    return torch.randn_like(output)
-
-
-def in_layout(tensor: Tensor, layout: str) -> Tensor:
-    """A dense tensor of any rank in a layout."""
-    if layout == "nchw":
-        return tensor.contiguous()
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
-def operands(case: dict[str, Any], dtype: torch.dtype, layout: str = "nchw") -> list[Tensor]:
-    x = case["draw"](case["batch"], case["channels"], *case["spatial"], device="cuda")
-    x = in_layout(x, layout)
-    weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
-    bias = torch.randn(case["out"], device="cuda")
-    return [x.to(dtype), (weight / case["channels"] ** 0.5).to(dtype), bias.to(dtype)]
-
-
-#: Of a convolution, what a case may name.
-GEOMETRY = ("stride", "padding", "output_padding", "dilation")
-
-
-def eager(x: Tensor, weight: Tensor, bias: Tensor, **geometry: list[int]) -> Tensor:
-    operator = getattr(torch.nn.functional, f"conv_transpose{x.dim() - 2}d")
-    result: Tensor = operator(x, weight, bias, **geometry)
-    return result
-
-
-#: Of a result whose operands were rounded to 10 bits behind the point: half a unit of the last.
-TF32_ERROR = 2.0**-11
-NAMES = ("input", "weight", "bias")
-
-
-def gradients(
-    function, tensors: list[Tensor], grad: Tensor, wanted: tuple[str, ...] = NAMES, **keywords
-) -> tuple[Tensor, ...]:
-    leaves = [
-        tensor.detach().requires_grad_(name in wanted)
-        for name, tensor in zip(NAMES, tensors, strict=True)
-    ]
-    asked = [leaf for leaf in leaves if leaf.requires_grad]
-    return torch.autograd.grad(function(*leaves, **keywords), asked, grad)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -169,7 +125,11 @@ def test_random_problems(kernel, draw, layout, gradients_of):
     torch.manual_seed(0)
     for _ in range(RANDOM_PROBLEMS):
         case = draw(kernel, generator)
+        if precision == "fp32":  # shorter sums for the weight are refused
+            fewest = math.ceil(SHORTEST_STRICT_POSITIONS / math.prod(case["spatial"]))
+            case["batch"] = max(case["batch"], fewest)
         tensors = operands(case, dtype, layout)
+        tensors[1] = in_layout(tensors[1], case["weight_layout"])
         # No row convolves the output's gradient with a filter of two columns and their padding.
         cropped = draw is random_problem and (case["kernel"][-1], case["padding"][-1]) == (2, 1)
         wanted = NAMES[1:] if cropped else NAMES
@@ -192,9 +152,10 @@ def test_random_problems(kernel, draw, layout, gradients_of):
             if precision == "fp32" and name != "bias" and a.numel() < FEWEST_STRICT_VALUES:
                 continue
             assert torch.equal(a, b), (name, case)
-            if name == "input":
-                x = tensors[0]
-                assert layout_of(a.shape, a.stride()) == layout_of(x.shape, x.stride()), case
+            if name != "bias":
+                like = tensors[NAMES.index(name)]
+                lies = layout_of(like.shape, like.stride())
+                assert layout_of(a.shape, a.stride()) == lies, (name, case)
             limit = max(relative_error(t, e), relative_error(r, e))
             if name == "bias":
                 limit = 2 * relative_error(t, e)  # of a sum of many terms
@@ -278,6 +239,49 @@ def test_some_of_the_gradients(kernel, gradients_of):
     for name, expected in zip(NAMES, every, strict=True):
         (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), padding=(1, 0))
         assert relative_error(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel_size", [(3, 3), (2, 3), (1, 3), (1, 1), (2, 2, 3)], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_channels_last_weight_has_a_channels_last_gradient(
+    kernel, kernel_size, stride, layout, gradients_of
+):
+    """Of the same bits as a contiguous one's, for any number of channels."""
+    axes = len(kernel_size)
+    gradients_of(kernel)
+    for channels, out in ((24, 40), (64, 64), (70, 100)):
+        case = {
+            "batch": 2,
+            "channels": channels,
+            "out": out,
+            "spatial": (9, 19, 45)[-axes:],
+            "kernel": kernel_size,
+            "draw": torch.randn,
+        }
+        x, weight, bias = operands(case, DTYPES[kernel.precision], layout)
+        placed = in_layout(weight, "nhwc")
+        geometry = {"stride": [stride] * axes}
+        grad = torch.randn_like(eager(x, weight, bias, **geometry))
+
+        def of_weight(function, *tensors, grad=grad, geometry=geometry):
+            (found,) = gradients(function, list(tensors), grad, ("weight",), **geometry)
+            return found
+
+        poison()
+        found = of_weight(conv_transpose_act_norm, x, placed, bias)
+        same = of_weight(conv_transpose_act_norm, x, weight, bias)
+        assert layout_of(found.shape, found.stride()) == layout_of(placed.shape, placed.stride())
+        assert same.is_contiguous()
+        assert torch.equal(found, same), (channels, out)
+        torchs = of_weight(eager, x, placed, bias)
+        wide = [tensor.double() for tensor in (x, placed, bias)]
+        exact = of_weight(eager, *wide, grad=grad.double())
+        limit = relative_error(torchs, exact)
+        if kernel.precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(found, exact) <= bound(limit, kernel.precision), (channels, out)
 
 
 #: Taps end before the output does, so that planes do not hold all of it.

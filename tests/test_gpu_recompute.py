@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_checks import poison
-from reference import relative_error
+from reference import normalised, relative_error
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
@@ -13,14 +13,18 @@ from fusedconv.layout import layout_of
 
 pytestmark = pytest.mark.gpu
 
+#: Activations are smooth: behind a normalisation a value near zero that is computed anew may come
+#: to lie on the other side of a kink.
 STAGES = {
     "group": {"activation": "gelu", "num_groups": 8},
-    "group behind": {"activation": "relu", "num_groups": 4, "order": "norm_act"},
+    "group behind": {"activation": "silu", "num_groups": 4, "order": "norm_act"},
     "instance": {"activation": "gelu", "norm": "instance", "order": "norm_act"},
     "layer": {"activation": "gelu", "norm": "layer", "order": "norm_act"},
-    "affine": {"activation": "relu", "norm": "affine", "order": "norm_act"},
+    "affine": {"activation": "silu", "norm": "affine", "order": "norm_act"},
     "activation": {"activation": "silu"},
 }
+#: Its place among an output and the gradients of input, weight, bias, norm weight and norm bias.
+BIAS = 3
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -43,9 +47,21 @@ def test_against_fp64(precision, stride, layout, stage, monkeypatch):
         output = conv_transpose_act_norm(
             *leaves[:3], stride=stride, **STAGES[stage], **names, **keywords
         )
+        return (output, *torch.autograd.grad(output, leaves, cotangent(output)))
+
+    def cotangent(output: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(1)
-        grad = torch.randn(output.shape, generator=generator, device="cuda").to(dtype)
-        return (output, *torch.autograd.grad(output, leaves, grad.contiguous(memory_format=form)))
+        grad = torch.randn(output.shape, generator=generator, device="cuda").to(output.dtype)
+        return grad.contiguous(memory_format=form)
+
+    def summed_for_the_bias() -> torch.Tensor:
+        """Magnitudes of what its gradient sums, by channel."""
+        x, weight, bias, *affine = (tensor.double() for tensor in tensors)
+        convolved = torch.nn.functional.conv_transpose2d(x, weight, bias, stride=stride)
+        convolved.requires_grad_()
+        output = torch.nn.functional.gelu(normalised("instance", convolved, *affine))
+        (grad,) = torch.autograd.grad(output, convolved, cotangent(output))
+        return grad.abs().sum((0, 2, 3))
 
     poison()
     anew = gradients(dtype, recompute=True)
@@ -53,10 +69,16 @@ def test_against_fp64(precision, stride, layout, stage, monkeypatch):
     tensors = [tensor.to(dtype) for tensor in tensors]  # what was rounded on the way in
     exact = gradients(torch.float64)
     assert layout_of(anew[1].shape, anew[1].stride()) == layout
-    floor = {"tf32": 1e-4, "fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2}[precision]
-    for found, other, right in zip(anew, kept, exact, strict=True):
-        # The convolution's output may come from another kernel than the statistics.
-        assert relative_error(found, right) <= 1.5 * relative_error(other, right) + floor
+    # The convolution's output may come from another kernel than the statistics: with TF32 asked
+    # for, one of the two may be in strict fp32.
+    floor = {"tf32": 1e-3, "fp32": 1e-6, "fp16": 1e-3, "bf16": 1e-2}[precision]
+    for index, (found, other, right) in enumerate(zip(anew, kept, exact, strict=True)):
+        if stage == "instance" and index == BIAS:
+            # The normalisation takes away what the bias adds: zero but for rounding.
+            errors = [(each.double() - right).abs() for each in (found, other)]
+            assert bool((errors[0] <= 1.5 * errors[1] + floor * summed_for_the_bias()).all())
+            continue
+        assert relative_error(found, right) <= 1.5 * relative_error(other, right) + floor, index
 
 
 @pytest.mark.parametrize("stage", ["group", "layer", "affine", "activation"])

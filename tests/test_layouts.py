@@ -8,14 +8,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import explained
-from reference import LAYOUTS, channels_last, is_channels_last, memory_at, strided
+from operators import CONV, of_fakes
+from problems import explained, geometry_of
+from reference import LAYOUTS, channels_last, cotangent, is_channels_last, memory_at, strided
 from systems import MODULES, SPATIAL, perturbed
 
 from fusedconv import ConvTransposeActNorm2d, GroupNorm
+from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cpu.conv_transpose import ConvTransposePlan
 from fusedconv.kernels.cpu.group_norm import GroupNormPlan
 from fusedconv.layout import dense, dense_strides, empty, layout_of, result_layout_of
+
+CONV_BACKWARD = torch.ops.fusedconv.conv_transpose_act_norm_backward
 
 # ---- reading and making them ---------------------------------------------------------------------
 
@@ -130,6 +134,84 @@ def test_channels_last_weights_are_served():
     both = other(x.contiguous(memory_format=torch.channels_last))
     torch.testing.assert_close(both, expected, rtol=1e-5, atol=1e-5)
     assert both.is_contiguous(memory_format=torch.channels_last)
+
+
+#: Weights' extents, and those of an input; beside ordinary ones, where both dense layouts are alike
+#: or nearly so: filters of one tap, an output channel a group, one input channel.
+WEIGHTS = {
+    (6, 8, 3, 2): (5, 7),
+    (6, 8, 1, 1): (5, 7),
+    (6, 1, 3, 3): (5, 7),
+    (1, 8, 3, 3): (5, 7),
+    (6, 8, 3, 1): (5, 7),
+    (6, 8, 3): (9,),
+    (6, 8, 2, 3, 2): (4, 3, 5),
+}
+
+
+@pytest.mark.parametrize("kernel", [None, "torch"])
+@pytest.mark.parametrize("place", LAYOUTS)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("shape", WEIGHTS, ids=str)
+def test_a_weights_gradient_lies_as_the_weight(shape, stride, place, kernel, force, compiled):
+    """For either layout of the input: by autograd, by the operator of the gradients and its fake
+    implementation, and compiled."""
+    if kernel is not None:
+        force(kernel)
+    weight = LAYOUTS[place](torch.randn(shape)).requires_grad_()
+    axes, groups = weight.dim() - 2, 6 if shape[1] == 1 else 1
+    layout = result_layout_of(weight)
+    geometry = geometry_of(weight, out_channels=shape[1] * groups, groups=groups)
+    assert geometry.weight_shape == shape
+    assert geometry.weight_layout == layout
+
+    def call(x, weight):
+        return conv_transpose_act_norm(
+            x, weight, stride=stride, groups=groups, activation="gelu", num_groups=1
+        )
+
+    traced = compiled(call, fullgraph=True, backend="aot_eager")
+    for form in ("nchw", "nhwc"):
+        x = LAYOUTS[form](torch.randn(2, shape[0], *WEIGHTS[shape]))
+        # Where torch's operators serve all parts autograd follows them by itself.
+        outputs = [function(x, weight) for function in (traced, call)[: 2 if kernel is None else 1]]
+        grads = [torch.autograd.grad(each, weight, cotangent(each))[0] for each in outputs]
+        lists = (stride,) * axes, (0,) * axes, (0,) * axes, (1,) * axes
+        norm = (1, None, None, 1e-5, None, None, None)
+        arguments = (x, weight.detach(), None, *lists, groups, "gelu", "act_norm", *norm)
+        output, *saved = CONV(*arguments, True)
+        needs = [False, True, False, False, False]
+        asked = (cotangent(output), *saved, needs, *arguments)
+        grads.append(CONV_BACKWARD(*asked)[1])
+        for grad in (*grads, of_fakes(CONV_BACKWARD, asked)[1]):
+            assert grad.shape == shape
+            assert layout_of(shape, grad.stride()) == layout
+        for grad in grads[1:]:
+            torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_channels_last_module_accumulates_its_weights_gradient_as_it_is(axes, backend, compiled):
+    """Autograd keeps a gradient that lies as its parameter, and copies any other."""
+    form = {2: torch.channels_last, 3: torch.channels_last_3d}[axes]
+    module = perturbed(MODULES[axes](6, 8, 3, num_groups=2, activation="gelu"))
+    x = torch.randn(2, 6, *SPATIAL[axes])
+    module(x).square().mean().backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    module = module.to(memory_format=form)
+    called = module if backend is None else compiled(module, fullgraph=True, backend=backend)
+    given = []
+    weight = module.conv_transpose.weight
+    weight.register_hook(lambda grad: given.append(grad.data_ptr()))
+    called(x.contiguous(memory_format=form)).square().mean().backward()
+    for parameter, grad in zip(module.parameters(), expected, strict=True):
+        assert parameter.grad.stride() == parameter.stride()
+        assert parameter.grad.dtype == parameter.dtype
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
+    assert is_channels_last(weight.grad)
+    assert given == [weight.grad.data_ptr()]
 
 
 def test_one_plan_does_not_serve_another_layout_or_alignment(monkeypatch):

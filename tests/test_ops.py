@@ -34,8 +34,12 @@ def test_opcheck_of_the_convolution(case):
 
 
 @pytest.mark.parametrize(
-    "case", ["system 1", "after", "no norm", "channels last", "3D", "stride", "bfloat16"]
-)
+    "case",
+    [
+        "system 1", "after", "no norm", "channels last", "channels last weight", "3D", "stride",
+        "bfloat16",
+    ],
+)  # fmt: skip
 def test_opcheck_of_the_convolution_with_gradients(case):
     # Every test of opcheck but the one that compares gradients bit by bit where the order of sums
     # is the compiled graph's to choose; test_gradients compares values.

@@ -10,16 +10,22 @@ import random
 import pytest
 import torch
 from problems import backward_problem, geometry_of, group_norm_stage, problem
+from reference import LAYOUTS
 
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP
 from fusedconv.kernels.cuda import sm90_gradients
+from fusedconv.kernels.cuda.convolution import weight_gradient
 from fusedconv.kernels.cuda.phase_planes import input_convolution
 from fusedconv.kernels.cuda.program import INPUT, OUTPUT
-from fusedconv.kernels.cuda.sm90_gradients import CONV_INPUT, GRAD_WEIGHT
-from fusedconv.layout import layout_of, lies_in_lines, line_strides
+from fusedconv.kernels.cuda.sm90_gradients import (
+    CONV_INPUT,
+    GRAD_WEIGHT,
+    SHORTEST_STRICT_POSITIONS,
+)
+from fusedconv.layout import dense_strides, layout_of, lies_in_lines, line_strides
 from fusedconv.plan import BackwardTensors
 from fusedconv.problem import ForwardProblem
 from fusedconv.registry import registry
@@ -351,10 +357,60 @@ def test_strict_fp32_costs_three_products_and_their_flushes():
 
 def test_a_strict_gradient_of_few_products_is_refused():
     kernel = kernel_named("sm90_gradients_tf32x3")
-    few = system_1("fp32", batch=1, spatial=(1, 8), epilogue=())
+    few = system_1("fp32", batch=1, spatial=(7, 73), epilogue=())
     support = kernel.supports(backward_problem(few, "weight"), H200)
-    assert "sums 8 products" in support.reason
+    assert "sums 511 products" in support.reason
+    assert f"from {SHORTEST_STRICT_POSITIONS} on" in support.reason
+    # The input's gradient sums channels and taps.
     assert kernel.supports(backward_problem(few, "input"), H200)
+    enough = dataclasses.replace(few, spatial=(8, 64))
+    assert kernel.supports(backward_problem(enough, "weight"), H200)
+    # TF32 is not held to that.
+    tf32 = dataclasses.replace(few, precision="tf32")
+    asked = backward_problem(tf32, "weight")
+    assert kernel_named("sm90_gradients_tf32").supports(asked, H200)
+    assert choose(backward_problem(few, "weight"), H200)
+
+
+@pytest.mark.parametrize(
+    ("batch", "spatial", "steps"),
+    [(1, (1, 16, 1024), 1), (4, (16, 8, 32), 1), (1, (1, 16, 1056), 2), (128, (1, 256, 256), 2)],
+)
+def test_short_strict_sums_are_added_to_memory_more_often(batch, spatial, steps):
+    (row,) = (row for row in rows() if row.name == "sm90_wgrad_tf32_3")
+    assert config(row, batch=batch, spatial=spatial).strict_flush_steps == steps
+
+
+@pytest.mark.parametrize("batch", [1, 10000])
+def test_strips_of_one_half_are_added_in_whole_turns(batch):
+    """Two steps of two additions each: the loop takes no fewer."""
+    (row,) = (row for row in rows() if row.name == "sm90_wgrad_tf32_3")
+    made = config(row, batch=batch, spatial=(1, 16, 16))
+    assert (made.halves, made.strict_flush_steps) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "small_parts"),
+    [
+        ({}, 9.42, 2.10),
+        (
+            {
+                "batch": 16,
+                "spatial": (32, 32, 32),
+                "conv": geometry_of(torch.empty(64, 128, 3, 3, 3)),
+            },
+            3.40,
+            0.23,
+        ),
+    ],
+    ids=["system 1", "system 2"],
+)
+def test_the_estimate_of_strict_fp32_is_what_was_measured(changes, measured, small_parts):
+    """Milliseconds of the three products and of the small parts, on an H200."""
+    asked = backward_problem(system_1("fp32", epilogue=(), **changes), "weight")
+    weight = kernel_named("sm90_gradients_tf32x3")._weight
+    found = weight.milliseconds(asked.forward, H200)
+    assert found == pytest.approx(measured + small_parts, rel=0.1)
 
 
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "rand"])
@@ -467,12 +523,13 @@ def test_strides_take_channels_last_too():
 @pytest.mark.parametrize("channels", [(64, 32), (6, 10)], ids=str)
 @pytest.mark.parametrize("kind", ["nchw", "nhwc", "expanded", "lines"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_a_program_gets_what_it_was_built_for(layout, kind, channels, monkeypatch):
+@pytest.mark.parametrize("weight_layout", ["nchw", "nhwc", "strided"])
+def test_a_program_gets_what_it_was_built_for(layout, weight_layout, kind, channels, monkeypatch):
     """A run with the program's work done by torch, from what the program is given."""
     inputs, outputs = channels
     form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     x = torch.randn(2, inputs, 5, 5).contiguous(memory_format=form).requires_grad_()
-    weight = torch.randn(inputs, outputs, 3, 3, requires_grad=True)
+    weight = LAYOUTS[weight_layout](torch.randn(inputs, outputs, 3, 3)).requires_grad_()
     output = torch.nn.functional.conv_transpose2d(x, weight)
     grad = torch.randn_like(output).contiguous()
     if kind == "nhwc":
@@ -514,7 +571,10 @@ def test_a_program_gets_what_it_was_built_for(layout, kind, channels, monkeypatc
         leaves = given.detach().requires_grad_(), weight
         found = torch.autograd.grad(torch.nn.functional.conv_transpose2d(*leaves), leaves, grad)
         result.copy_(found[0])
-        slots[GRAD_WEIGHT].copy_(found[1])
+        gradient = slots[GRAD_WEIGHT]
+        written = "nhwc" if weight_layout == "nhwc" else "nchw"
+        assert gradient.stride() == dense_strides(gradient.shape, written)
+        gradient.copy_(found[1])
 
     def empty(shape, strides, dtype):
         return torch.empty_strided(shape, strides, dtype=dtype)
@@ -526,6 +586,28 @@ def test_a_program_gets_what_it_was_built_for(layout, kind, channels, monkeypatc
     found = plan.run(tensors)
     torch.testing.assert_close((found.input, found.weight), wanted)
     assert layout_of(found.input.shape, found.input.stride()) == layout
+
+
+def test_the_step_that_writes_the_weights_gradient_knows_its_extents():
+    (row,) = (row for row in rows() if row.name == "sm90_wgrad_tf32_3")
+    made, program = config(row), _C.Program(0, 2, 0)
+    operands = {"partials": program.scratch(0, made.partial_bytes)}
+    operands["grad_weight"] = program.tensor(0, 0)
+    conv = geometry_of(torch.empty(64, 64, 3, 3).contiguous(memory_format=torch.channels_last))
+    assert conv.weight_layout == "nhwc"
+    step = _C.sm90.wgrad.AddPartials(made, **operands, weight=weight_gradient(conv))
+    assert step.describe() == "add the weight gradient's parts"
+    wrong = {
+        "input channels of the weight: got 63, expected 64": (63, 64, 3, 3),
+        "output channels of the weight: got 32, expected 64": (64, 32, 3, 3),
+        "taps along height: got 2, expected 3": (64, 64, 2, 3),
+        "taps along width: got 1, expected 3": (64, 64, 3, 1),
+    }
+    for text, shape in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            _C.sm90.wgrad.AddPartials(
+                made, **operands, weight=weight_gradient(geometry_of(torch.empty(shape)))
+            )
 
 
 def test_lines():

@@ -16,7 +16,7 @@ import torch
 
 from fusedconv.activations import NAMES, UNFUSED
 from fusedconv.arguments import finite
-from fusedconv.layout import Layout, result_layout
+from fusedconv.layout import Layout, layout_of, result_layout
 from fusedconv.norms import KINDS, Norm
 from fusedconv.precision import Precision, dtype_name
 from fusedconv.support import Support
@@ -145,6 +145,15 @@ class ConvTransposeGeometry:
     dilation: tuple[int, ...]
     groups: int
     weight_strides: tuple[int, ...]
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel_size)
+
+    @property
+    def weight_layout(self) -> Layout:
+        """The dense layout of the weight's gradient."""
+        return result_layout(layout_of(self.weight_shape, self.weight_strides))
 
     def output_spatial(self, spatial: tuple[int, ...]) -> tuple[int, ...]:
         """Output extents: (in - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1

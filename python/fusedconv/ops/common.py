@@ -14,7 +14,7 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad, profiler
 
 from fusedconv.errors import KernelError
-from fusedconv.layout import dense, owning, result_layout_of
+from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
 from fusedconv.ops.seen import PLAIN
@@ -31,6 +31,13 @@ LIBRARY = torch.library.Library("fusedconv", "FRAGMENT")
 
 #: Input, weight, bias, norm_weight, norm_bias.
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def gradient_layout(gradient: str, tensor: Tensor) -> Layout:
+    """The dense layout of a tensor's gradient, by what a problem calls that: input and weight have
+    theirs as they lie, since autograd copies a parameter's gradient that lies otherwise; others
+    have one axis."""
+    return result_layout_of(tensor) if gradient in ("input", "weight") else "nchw"
 
 
 def promised(kernel: str, name: str, result: Tensor | None, like: Tensor, layout: str) -> Tensor:
@@ -67,7 +74,7 @@ def computed_gradients(
         if not need or tensor is None:
             gradients.append(None)
             continue
-        layout = result_layout_of(input) if name == "input" else "nchw"
+        layout = gradient_layout(gradient, tensor)
         gradients.append(promised(plan.kernel, name, getattr(found, gradient), tensor, layout))
     return gradients
 

@@ -18,6 +18,7 @@ from fusedconv.ops.common import (
     computed_gradients,
     differentiates_gradients,
     direct_operator,
+    gradient_layout,
     gradients_by_composition,
     operator_outputs,
     present,
@@ -177,12 +178,11 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     call = ConvCall(*arguments)
     input = call.input
-    layouts = (result_layout_of(input), *("nchw",) * 4)
     return tuple(
-        empty(input, like.shape, layout, like.dtype)
+        empty(input, like.shape, gradient_layout(name, like), like.dtype)
         if needed and like is not None
         else input.new_empty([0])
-        for like, needed, layout in zip(call.tensors, output_mask, layouts, strict=True)
+        for name, like, needed in zip(_DIFFERENTIABLE, call.tensors, output_mask, strict=True)
     )
 
 

@@ -16,6 +16,7 @@ from fusedconv.ops.common import (
     computed_gradients,
     differentiates_gradients,
     direct_operator,
+    gradient_layout,
     gradients_by_composition,
     operator_outputs,
     present,
@@ -118,14 +119,11 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     call = NormCall(*arguments)
     input = call.input
-    layouts = (result_layout_of(input), "nchw", "nchw")
     return tuple(
-        empty(input, like.shape, layout, like.dtype)
+        empty(input, like.shape, gradient_layout(gradient, like), like.dtype)
         if needed and like is not None
         else input.new_empty([0])
-        for like, needed, layout in zip(
-            (input, call.weight, call.bias), output_mask, layouts, strict=True
-        )
+        for gradient, like, needed in zip(_GRADIENTS, call.tensors, output_mask, strict=True)
     )
 
 

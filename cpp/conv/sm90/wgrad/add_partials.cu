@@ -20,8 +20,9 @@ struct Extents {
 // strict gradient is to lose less in them than a kernel that adds all products in float32.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases, int products,
-                        int64_t product_elements, T* __restrict__ grad_weight) {
+    add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
+                        FilterSource const weight, int products, int64_t product_elements,
+                        T* __restrict__ grad_weight) {
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   int64_t const first = partial_index(p, index, 0, 0, e.r) + accumulator;
@@ -50,24 +51,23 @@ __global__ void __launch_bounds__(kThreads)
   if (c >= e.c || k >= e.k) return;
   auto const to = phases.source(k, task.depth_tap, r, s);
   if (!to.exists()) return;
-  auto const& [depth, height, width] = phases.axes;
-  int64_t const filter = int64_t(c) * (e.k / phases.count()) + to.channel;
-  int64_t const line = (filter * depth.kernel + to.t) * height.kernel + to.r;
-  grad_weight[line * width.kernel + to.s] = device::from_float<T>(float(sum));
+  int64_t const at = c * weight.stride_c + to.channel * weight.stride_k + to.t * weight.stride_t +
+                     to.r * weight.stride_r + to.s * weight.stride_s;
+  grad_weight[at] = device::from_float<T>(float(sum));
 }
 
 }  // namespace
 
-void add_partials(Config const& config, PhasePlanes const& phases, int products,
-                  float const* partials, void* grad_weight, cudaStream_t stream) {
+void add_partials(Config const& config, PhasePlanes const& phases, FilterSource const& weight,
+                  int products, float const* partials, void* grad_weight, cudaStream_t stream) {
   ConvProblem const& c = config.problem;
   Params const p = Params::of({.config = config, .partials = const_cast<float*>(partials)});
   dim3 const grid(c.r * p.warpgroups() * kBlock * kBlock / kThreads, config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_partials_kernel<T><<<grid, kThreads, 0, stream>>>(p, {c.c, c.k, c.r}, phases, products,
-                                                          config.schedule.partial_elements(),
-                                                          static_cast<T*>(grad_weight));
+    add_partials_kernel<T><<<grid, kThreads, 0, stream>>>(
+        p, {c.c, c.k, c.r}, phases, weight, products, config.schedule.partial_elements(),
+        static_cast<T*>(grad_weight));
   });
   check_launch(config, c.n, "add_partials", cudaGetLastError());
 }

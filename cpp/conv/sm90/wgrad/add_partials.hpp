@@ -9,10 +9,9 @@
 namespace fusedconv::conv::sm90::wgrad {
 
 // Adds each task's partial sums in a fixed order, those of several products one product after the
-// other; grad_weight is [C, K, T, R, S], contiguous, of
-// the problem's dtype. K, T, R and S are those of the weight whose phases' planes the problem's
-// output channels are.
-void add_partials(Config const& config, PhasePlanes const& phases, int products,
-                  float const* partials, void* grad_weight, cudaStream_t stream);
+// other. grad_weight is of the problem's dtype and lies as `weight` says, whose extents are those
+// of the weight whose phases' planes the problem's output channels are.
+void add_partials(Config const& config, PhasePlanes const& phases, FilterSource const& weight,
+                  int products, float const* partials, void* grad_weight, cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::wgrad

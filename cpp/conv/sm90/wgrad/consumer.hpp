@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "conv/sm90/partial_sums.hpp"
 #include "conv/sm90/wgmma.hpp"
 #include "conv/sm90/wgrad/params.hpp"
 #include "conv/sm90/wgrad/traits.hpp"
@@ -26,12 +27,6 @@ __device__ __forceinline__ uint64_t input_operand(uint32_t address) {
   result.bitfield.layout_type_ =
       uint8_t(Traits::kHalves == 1 ? gmma::LayoutType::B64 : gmma::LayoutType::B128);
   return result.desc_;
-}
-
-__device__ __forceinline__ uint32_t load_word(uint32_t address) {
-  uint32_t result;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(result) : "r"(address));
-  return result;
 }
 
 // kStraddles: elements of 16 bits at an odd shift, whose pairs straddle words.
@@ -65,8 +60,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
       uint32_t const at =
           line + half * kHalfStripBytes + i / 4 * 32 + (i & 2) * 8 + (i & 1) * 8 * pitch;
       uint32_t& word = set[i / 4][i % 4];
-      word = load_word(at);
-      if constexpr (kStraddles) word = __byte_perm(word, load_word(at + 4), 0x5432);
+      word = device::load_word(at);
+      if constexpr (kStraddles) word = __byte_perm(word, device::load_word(at + 4), 0x5432);
     }
   };
   auto const issue = [&](auto const& set, int half, uint64_t oldest) {
@@ -155,13 +150,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
           make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       float4* const target =
           partials + ((kRows - 1 - i / kFours) * kFours + i % kFours) * kWarpgroupThreads;
-      if (first) {
-        *target = four;
-      } else {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target),
-                     "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
-                     : "memory");
-      }
+      leave_sums(target, four, first);
       sums[4 * i] = sums[4 * i + 1] = sums[4 * i + 2] = sums[4 * i + 3] = 0.0f;
     }
     first = false;

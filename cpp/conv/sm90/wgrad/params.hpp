@@ -19,7 +19,7 @@ struct Params {
   int dilation_d;
   int lead, pitch_bytes, stages;
   int splits;
-  int flush_steps;  // even
+  int flush_steps;  // even where a strip is one half
   cutlass::FastDivmod strips, slices;
   cutlass::FastDivmod tasks, blocks_c, blocks_k;
 
@@ -45,7 +45,7 @@ inline Params Params::of(Arguments const& a) {
   p.pitch_bytes = s.pitch_bytes;
   p.stages = s.stages;
   p.splits = s.splits;
-  p.flush_steps = a.big_by_big ? kStrictFlushSteps : kFlushSteps;
+  p.flush_steps = a.big_by_big ? s.strict_flush_steps : kFlushSteps;
   p.strips = cutlass::FastDivmod(s.strips);
   p.slices = cutlass::FastDivmod(c.d);
   p.tasks = cutlass::FastDivmod(s.tasks);

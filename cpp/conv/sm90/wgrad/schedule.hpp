@@ -31,10 +31,10 @@ inline constexpr int kMaxWarpgroups = 3;  // of a block: for columns, or groups 
 static_assert(kMaxFilterColumns <= kMaxWarpgroups);
 inline constexpr int kMaxStages = 16;
 // Steps after which accumulators are added to the block's partial sums: the tensor core drops bits
-// in every addition to an accumulator, which a long sum would show. A step is up to four additions;
-// after 128 of them sums are 9e-6 of themselves too small, more than strict fp32 allows.
+// in every addition to an accumulator, which a long sum would show: 1.8e-8 of the sum in each. A
+// step is up to four additions, two where a strip is one half; after 128 steps sums are 9e-6 of
+// themselves too small, more than strict fp32 allows.
 inline constexpr int kFlushSteps = 128;
-inline constexpr int kStrictFlushSteps = 2;
 inline constexpr int kHeaderBytes = 1024;  // barriers
 
 // Elements from one line to the next in tensors whose lines are padded to kLineAlignment.
@@ -56,6 +56,7 @@ struct Schedule {
   int tasks = 0;                   // for each depth tap, those of all channels
   int splits = 0;                  // blocks of a task
   int64_t steps = 0;               // rows of strips that all blocks of a task take
+  int strict_flush_steps = 2;      // strict fp32's kFlushSteps
   int64_t partial_bytes = 0;       // of all tasks
 
   int strip_bytes() const { return halves * kHalfStripBytes; }

@@ -97,15 +97,34 @@ class SmallPart final : public Step {
   Operand input_, output_;
 };
 
-// grad_weight: [C, K, T, R, S], contiguous, of the problem's dtype; with phases that of the weight
-// whose planes the problem's output channels are. products: of SumProducts, kStrictProducts or 1.
+// A contiguous weight [C, K, T, R, S] whose phases' planes are a problem's output channels.
+inline FilterSource contiguous_weight(ConvProblem const& p, PhasePlanes const& phases) {
+  auto const& [depth, height, width] = phases.axes;
+  FilterSource result{.c = p.c,
+                      .k = p.k / phases.count(),
+                      .t = depth.kernel,
+                      .r = height.kernel,
+                      .s = width.kernel};
+  result.stride_s = 1;
+  result.stride_r = result.s;
+  result.stride_t = result.r * result.stride_r;
+  result.stride_k = result.t * result.stride_t;
+  result.stride_c = result.k * result.stride_k;
+  return result;
+}
+
+// grad_weight: of the problem's dtype; with phases that of the weight whose planes the problem's
+// output channels are. It lies as `weight` says, without which it is contiguous [C, K, T, R, S].
+// products: of SumProducts, kStrictProducts or 1.
 class AddPartials final : public Step {
  public:
   AddPartials(Config const& config, Operand partials, Operand grad_weight,
-              std::optional<PhasePlanes> const& phases, int products)
+              std::optional<PhasePlanes> const& phases, int products,
+              std::optional<FilterSource> const& weight)
       : config_(served(config)),
         phases_(phases.value_or(
             PhasePlanes::whole(config.problem.t, config.problem.r, config.problem.s))),
+        weight_(weight.value_or(contiguous_weight(config.problem, phases_))),
         partials_(partials),
         grad_weight_(grad_weight),
         products_(products) {
@@ -116,19 +135,26 @@ class AddPartials final : public Step {
     expect<Config, int64_t>(config, "taps of a phase along depth", depth.taps(), c.t);
     expect<Config, int64_t>(config, "taps of a phase along height", height.taps(), c.r);
     expect<Config, int64_t>(config, "taps of a phase along width", width.taps(), c.s);
+    FilterSource const whole = contiguous_weight(c, phases_);
+    expect<Config, int64_t>(config, "input channels of the weight", weight_.c, whole.c);
+    expect<Config, int64_t>(config, "output channels of the weight", weight_.k, whole.k);
+    expect<Config, int64_t>(config, "taps along depth", weight_.t, whole.t);
+    expect<Config, int64_t>(config, "taps along height", weight_.r, whole.r);
+    expect<Config, int64_t>(config, "taps along width", weight_.s, whole.s);
   }
 
   std::string describe() const override { return "add the weight gradient's parts"; }
   std::vector<Operand> operands() const override { return {partials_, grad_weight_}; }
   void run(RunContext const& context, void*) const override {
     check_whole(config_, context);
-    add_partials(config_, phases_, products_, context.at<float>(partials_),
+    add_partials(config_, phases_, weight_, products_, context.at<float>(partials_),
                  context.at(grad_weight_), context.stream);
   }
 
  private:
   Config config_;
   PhasePlanes phases_;
+  FilterSource weight_;
   Operand partials_, grad_weight_;
   int products_;
 };

@@ -21,6 +21,7 @@ from fusedconv.kernels.cuda.program import (
     supports_only,
     supports_precision,
 )
+from fusedconv.layout import dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import ForwardKernel
 from fusedconv.precision import Precision, dtype_name
@@ -65,6 +66,16 @@ def filter_source(conv: ConvTransposeGeometry) -> Any:
         k=conv.out_channels // conv.groups,
         taps=by_axis(conv.kernel_size),
         strides=five_strides(conv.weight_strides),
+    )
+
+
+def weight_gradient(conv: ConvTransposeGeometry) -> Any:
+    """A weight's gradient as kernels write it."""
+    return _C.FilterSource(
+        c=conv.in_channels,
+        k=conv.out_channels // conv.groups,
+        taps=by_axis(conv.kernel_size),
+        strides=five_strides(dense_strides(conv.weight_shape, conv.weight_layout)),
     )
 
 

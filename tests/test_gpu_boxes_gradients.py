@@ -212,5 +212,5 @@ def test_long_sums(kernel, gradients_of):
     (exact,) = gradients(eager, wide, grad.double(), ("weight",))
     # The tensor core drops bits of each addition to an accumulator; eager's small convolutions are
     # not in TF32.
-    limit = relative_error(torchs, exact) + 1e-5
+    limit = relative_error(torchs, exact) + 3e-5
     assert relative_error(found, exact) <= bound(limit, kernel.precision)

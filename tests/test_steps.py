@@ -28,6 +28,7 @@ KERNELS = [
     (r"sm80_conv", [r"sm80::"]),
     (r"sm90_conv", [r"sm90::convolve"]),
     (r"sm90_taps_", [r"taps::sm90::convolve"]),
+    (r"sm90_boxes_weight_", [r"boxes::weight::sum_products"]),
     (r"sm90_boxes_", [r"boxes::convolve"]),
     (r"sm90_clusters_", [r"clusters::convolve"]),
     (r"taps_", [r"taps::convolve"]),

@@ -26,9 +26,9 @@ inline constexpr int kUnit = 64;                        // channels
 inline constexpr int kTileBytes = kSlab * kChunkBytes;  // of a slab and kUnit channels
 inline constexpr int kFewestStages = 3;
 // Slabs after which accumulators are added to the block's partial sums: the tensor core drops bits
-// in every addition to an accumulator, of which a slab makes four. After 128 additions sums are 2e-6
-// of themselves too small.
-inline constexpr int kFlushSteps = 32;
+// in every addition to an accumulator, of which a slab makes four. After 512 additions sums of one
+// sign are 3e-5 of themselves too small; a fourth of them would cost up to a fourth of the time.
+inline constexpr int kFlushSteps = 128;
 
 // What a compiled kernel fixes: kConsumers warpgroups have input channels of their own and share
 // all units, or the other way round.

@@ -248,7 +248,8 @@ def test_large_strided_layers_have_their_gradients_here(precision):
     )
     ((problem_part, candidate),) = choose(asked, H200).chosen
     assert problem_part.parts == ("input", "weight")
-    assert candidate.kernel.name == f"sm90_gradients_{precision}"
+    names = {f"sm90_gradients_{precision}", f"sm90_boxes_gradients_{precision}"}
+    assert candidate.kernel.name in names
 
 
 def test_small_strided_layers_of_many_channels_are_left_to_torch():

@@ -29,7 +29,8 @@ KERNEL = "ungrouped_backward"
 
 def forward(kind, layout="nhwc", channels=64, activation="relu", order="norm_act", **changes):
     """``kind`` None is no normalisation."""
-    norm = None if kind is None else Norm(kind, 0, 1e-6, True, True, torch.float32)
+    groups = 8 if kind == "group" else 0
+    norm = None if kind is None else Norm(kind, groups, 1e-6, True, True, torch.float32)
     conv = conv_geometry(
         in_channels=64,
         out_channels=channels,
@@ -139,21 +140,28 @@ def test_the_bias_alone_is_summed(layout):
     assert kernel.cost(backward, H200) < kernel.cost(other, H200)
 
 
-@pytest.mark.parametrize(
-    ("changes", "gradients", "reason"),
-    [
-        ({}, ("bias",), "without an epilogue; the problem has bias -> relu"),
-        ({"activation": "identity", "dtype": torch.float64}, ("bias",), "float64"),
-    ],
-    ids=lambda each: str(each),
-)
-def test_what_the_bias_alone_refuses(changes, gradients, reason):
-    narrow = changes.get("dtype") or torch.bfloat16
-    backward = backward_problem(forward(None, output_dtype=narrow, **changes), *gradients)
-    support = UngroupedBias().supports(backward.part(["bias"]), H200)
-    assert not support and reason in support.reason
-    wide = dataclasses.replace(backward.part(["bias"]), grad_dtype=torch.float16)
-    assert not UngroupedBias().supports(wide, H200)
+@pytest.mark.parametrize(("batch", "length"), [(1, 8), (128, 100)])
+def test_channels_last_the_bias_is_summed_behind_group_norm(batch, length):
+    """Where the gradient through GroupNorm sums nothing on its way, and launches do not decide."""
+    whole = forward("group", "nhwc", 64, batch=batch, spatial=(length, length))
+    explanation = explained(backward_problem(whole), device=H200)[0]
+    parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+    assert (parts["bias"] == "ungrouped_bias") == (batch > 1)
+    if batch > 1:
+        assert "sums of the output's gradient by channel (nhwc)" in explanation.steps
+        assert not any("torch copy" in step for step in explanation.steps)
+
+
+def test_what_the_bias_alone_refuses():
+    changes = {"activation": "identity", "dtype": torch.float64, "output_dtype": torch.float64}
+    backward = backward_problem(forward(None, **changes), "bias")
+    support = UngroupedBias().supports(backward, H200)
+    assert not support and "float64" in support.reason
+    bare = backward_problem(forward(None, activation="identity"), "bias")
+    wide = dataclasses.replace(bare, grad_dtype=torch.float32)
+    assert "the output's gradient is torch.float32" in UngroupedBias().supports(wide, H200).reason
+    with_input = backward_problem(forward(None, activation="identity"), "bias", "input")
+    assert not UngroupedBias().supports(with_input, H200)
 
 
 def test_rows_cost_what_they_were_measured_to():

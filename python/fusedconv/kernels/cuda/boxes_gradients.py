@@ -267,7 +267,7 @@ class BoxesGradients(BackwardKernel):
         size = forward.dtype.itemsize
         moved = (forward.input_elements + forward.output_elements) * size
         bytes_bound = costs.moved * device.copy_milliseconds(moved)
-        total, launches = 0.0, 0
+        total, launches = 0.0, 1  # of one plan, however many parts it computes
         transposed = forward.output_elements if _transposes_grad(problem) else 0
         launches += transposed > 0
         if "input" in wanted:

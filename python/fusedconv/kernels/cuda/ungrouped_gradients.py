@@ -4,6 +4,7 @@ output's gradient. The sums by channel of a convolution's output gradient, its b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_compiled
+from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.gradients import compiled_problem, supports_epilogue, wants_input
 from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
 from fusedconv.layout import dense, dense_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
-from fusedconv.problem import BackwardProblem, need_what_they_read
+from fusedconv.problem import BackwardProblem, Bias, need_what_they_read
 from fusedconv.support import Support
 
 # Slots of the pointers that the program gets, in this order.
@@ -73,7 +75,7 @@ class UngroupedBackward(BackwardKernel):
 
 
 class UngroupedBias(BackwardKernel):
-    """Sums the output's gradient of a bare convolution, which nothing else goes over on the way."""
+    """Sums the gradient of the convolution's output, where nothing else does on its way over it."""
 
     name = "ungrouped_bias"
     provider = "ungrouped_cuda"
@@ -83,27 +85,37 @@ class UngroupedBias(BackwardKernel):
         support = supports_device(device)
         if not support:
             return support
-        forward = problem.forward
         if problem.parts != ("bias",):
             return Support.no("sums the bias's gradient alone")
-        if need_what_they_read(forward.epilogue):
-            stages = " -> ".join(map(str, forward.epilogue))
-            return Support.no(
-                f"sums the gradient of a convolution without an epilogue; the problem has {stages}"
-            )
-        if problem.grad_dtype != forward.dtype:
+        forward = problem.forward
+        if not need_what_they_read(forward.epilogue) and problem.grad_dtype != forward.dtype:
             return Support.no(
                 f"the output's gradient is {problem.grad_dtype}, the input {forward.dtype}"
             )
-        support = supports_compiled(forward)
-        return support and Support.of(_config(problem).support)
+        bare = _bare(problem)
+        support = supports_compiled(bare.forward)
+        return support and Support.of(_config(bare).support)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
-        copied = 2 * (problem.grad_layout != problem.forward.output_layout)
-        return _milliseconds(problem, device, 1 + copied)
+        copied = 2 * (grad_layout(problem) != problem.forward.output_layout)
+        return _milliseconds(_bare(problem), device, 1 + copied)
 
     def compile(self, problem: BackwardProblem, device: Device) -> UngroupedBiasPlan:
         return UngroupedBiasPlan(problem, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bare(problem: BackwardProblem) -> BackwardProblem:
+    """The problem without what its epilogue has beside the bias, and whose output's gradient is the
+    convolution's."""
+    forward = problem.forward
+    bias = tuple(stage for stage in forward.epilogue if isinstance(stage, Bias))
+    return dataclasses.replace(
+        problem,
+        forward=dataclasses.replace(forward, epilogue=bias, output_dtype=forward.dtype),
+        grad_dtype=forward.dtype,
+        grad_layout=grad_layout(problem),
+    )
 
 
 def _copies(problem: BackwardProblem) -> tuple[str, ...]:
@@ -210,7 +222,8 @@ class UngroupedBiasPlan(BackwardPlan):
         self._device = device
         self._layout = forward.output_layout
         self._channels = (forward.output_channels,), (1,)
-        config = _config(problem)
+        bare = _bare(problem)
+        config = _config(bare)
         absent = _C.Operand()
         self._program = program = _C.Program(device.index, forward.batch, 0)
         partials = program.scratch(0, config.partial_bytes)
@@ -234,7 +247,7 @@ class UngroupedBiasPlan(BackwardPlan):
                 grad_conv_bias=program.tensor(1, 0),
             )
         )
-        self.steps = (*_copies(problem), *program.steps)
+        self.steps = (*_copies(bare), *program.steps)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         grad = dense(tensors.of_convolution, self._layout)

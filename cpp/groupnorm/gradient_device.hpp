@@ -134,15 +134,34 @@ __device__ __forceinline__ float2 warp_sum(float2 value) {
   return value;
 }
 
+// The elements of a run, which begins `first` elements behind an aligned address, in vectors from
+// the first aligned one on; those before and behind go one by one.
+template <int kVector>
+struct AlignedRun {
+  int64_t head, vectors;
+  int singles;  // before and behind
+
+  __device__ __forceinline__ AlignedRun(int64_t first, int64_t size)
+      : head(min(size, int64_t(kVector - 1) - (first + kVector - 1) % kVector)),
+        vectors((size - head) / kVector),
+        singles(int(size - vectors * kVector)) {}
+  // The run's element that is the i-th of these.
+  __device__ __forceinline__ int64_t single(int i) const {
+    return i < head ? i : i + vectors * kVector;
+  }
+};
+
 // Calls body with the widest vector that serves input, gradient and result: they have one shape.
+// aligns: planes are gone over by AlignedRun, wherever they begin.
 template <class T, class F>
-void dispatch_gradient_vector(GroupNormProblem const& p, GradientTensors const& tensors, F&& body) {
+void dispatch_gradient_vector(GroupNormProblem const& p, GradientTensors const& tensors,
+                              bool aligns, F&& body) {
   bool const last = p.input_layout == Layout::kChannelsLast;
   auto const addresses = reinterpret_cast<uintptr_t>(tensors.input) |
                          reinterpret_cast<uintptr_t>(tensors.grad_output) |
                          reinterpret_cast<uintptr_t>(tensors.grad_input);
-  device::dispatch_vector<T>(reinterpret_cast<void const*>(addresses), last ? p.channels : p.pixels,
-                             body);
+  int64_t const extent = last ? p.channels : aligns ? int64_t(16 / sizeof(T)) : p.pixels;
+  device::dispatch_vector<T>(reinterpret_cast<void const*>(addresses), extent, body);
 }
 
 }  // namespace fusedconv::groupnorm

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "cuda/math.hpp"
 #include "cuda/store.hpp"
 #include "cuda/tile.hpp"
@@ -34,14 +36,15 @@ __global__ void __launch_bounds__(kThreads)
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
-  int64_t const vectors = (min(split_size, pixels - begin)) / kVector;
+  int64_t const base = int64_t(plane) * pixels + begin;
+  AlignedRun<kVector> const run(base, min(split_size, pixels - begin));
   auto const channel = Channel::of(affine, plane / affine.channels, plane % affine.channels);
-  T const* const x = input + int64_t(plane) * pixels + begin;
-  T const* const g = grad + int64_t(plane) * pixels + begin;
+  T const* const x = input + base + run.head;
+  T const* const g = grad + base + run.head;
   float2 sums{};
-  auto const add = [&](Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
+  auto const add = [&](auto const& px, auto const& pg) {
     float2 part{};
-    Point points[kVector];
+    Point points[std::extent_v<decltype(px.values)>];
     points_of<kKnown>(px, pg, [&](int) { return channel; }, affine, points);
 #pragma unroll
     for (Point const& point : points) {
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   constexpr int kAhead = 2;
   int64_t i = threadIdx.x;
-  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
+  for (; i + (kAhead - 1) * kThreads < run.vectors; i += kAhead * kThreads) {
     Pack<T, kVector> px[kAhead];
     Pack<T, kVector> pg[kAhead];
 #pragma unroll
@@ -64,8 +67,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) add(px[j], pg[j]);
   }
-  for (; i < vectors; i += kThreads) {
+  for (; i < run.vectors; i += kThreads) {
     add(Pack<T, kVector>::load(x + i * kVector), Pack<T, kVector>::load(g + i * kVector));
+  }
+  if constexpr (kVector > 1) {
+    if (int(threadIdx.x) < run.singles) {
+      int64_t const at = base + run.single(threadIdx.x);
+      add(Pack<T, 1>::load(input + at), Pack<T, 1>::load(grad + at));
+    }
   }
   float2 const total = block_sum(sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
@@ -187,7 +196,7 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
   auto const* g = static_cast<T const*>(tensors.grad_output);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradients(p);
-  dispatch_gradient_vector<T>(p, tensors, [&](auto vector) {
+  dispatch_gradient_vector<T>(p, tensors, true, [&](auto vector) {
     constexpr int kVector = vector.value;
     if (p.input_layout == Layout::kChannelsLast) {
       RowMap const map = RowMap::of(p.channels, kVector);

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "cuda/math.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -13,8 +15,11 @@ namespace {
 
 using device::Pack;
 
-// Channels first. Block (split, plane). kLines: the output lies in lines, which are summed.
-template <class T, int kVector, int kKnown, bool kLines>
+// How the output lies: dense, in which case it may be summed, or in padded lines, which are.
+enum class Form { kDense, kSummed, kLines };
+
+// Channels first. Block (split, plane).
+template <class T, int kVector, int kKnown, Form kForm>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
@@ -24,44 +29,57 @@ __global__ void __launch_bounds__(kThreads)
   int const sample = plane / affine.channels;
   int const index = plane % affine.channels;
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
-  int64_t const vectors = (min(split_size, pixels - begin)) / kVector;
   auto const channel = Channel::of(affine, sample, index);
   GroupTerms const group = terms[sample * affine.groups + index / affine.channels_per_group];
   int64_t const base = int64_t(plane) * pixels + begin;
+  int64_t const size = min(split_size, pixels - begin);
+  // Lines are of whole vectors from the first element on.
+  AlignedRun<kVector> const run(kForm == Form::kLines ? 0 : base, size);
+  int64_t const first = base + run.head;
   [[maybe_unused]] float sum = 0.0f;
   // Of the thread's next values: it goes over them in their order.
   LineWalk place{};
-  if constexpr (kLines) place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
-  auto const put = [&](int64_t i, Pack<T, kVector> const& px, Pack<T, kVector> const& pg) {
+  if constexpr (kForm == Form::kLines) {
+    place = LineWalk(lines, int(begin) + int(threadIdx.x) * kVector);
+  }
+  auto const put = [&](int64_t at, auto const& px, auto const& pg) {
     auto const result = grad_input_of<kKnown>(
         px, pg, [&](int) { return channel; }, [&](int) { return group; }, affine);
-    if constexpr (kLines) {
+    if constexpr (kForm == Form::kLines) {
       store_in_lines(result, output + plane * lines.plane, place, lines);
       place.advance(lines, step);
+    } else {
+      result.store(output + at);
+    }
+    if constexpr (kForm != Form::kDense) {
 #pragma unroll
       for (T const& value : result.values) sum += device::to_float(value);
-    } else {
-      result.store(output + base + i * kVector);
     }
   };
   constexpr int kAhead = 2;
   int64_t i = threadIdx.x;
-  for (; i + (kAhead - 1) * kThreads < vectors; i += kAhead * kThreads) {
+  for (; i + (kAhead - 1) * kThreads < run.vectors; i += kAhead * kThreads) {
     Pack<T, kVector> px[kAhead];
     Pack<T, kVector> pg[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      px[j] = Pack<T, kVector>::load(input + base + (i + j * kThreads) * kVector);
-      pg[j] = Pack<T, kVector>::load(grad + base + (i + j * kThreads) * kVector);
+      px[j] = Pack<T, kVector>::load(input + first + (i + j * kThreads) * kVector);
+      pg[j] = Pack<T, kVector>::load(grad + first + (i + j * kThreads) * kVector);
     }
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) put(i + j * kThreads, px[j], pg[j]);
+    for (int j = 0; j < kAhead; ++j) put(first + (i + j * kThreads) * kVector, px[j], pg[j]);
   }
-  for (; i < vectors; i += kThreads) {
-    put(i, Pack<T, kVector>::load(input + base + i * kVector),
-        Pack<T, kVector>::load(grad + base + i * kVector));
+  for (; i < run.vectors; i += kThreads) {
+    int64_t const at = first + i * kVector;
+    put(at, Pack<T, kVector>::load(input + at), Pack<T, kVector>::load(grad + at));
   }
-  if constexpr (kLines) {
+  if constexpr (kVector > 1 && kForm != Form::kLines) {
+    if (int(threadIdx.x) < run.singles) {
+      int64_t const at = base + run.single(threadIdx.x);
+      put(at, Pack<T, 1>::load(input + at), Pack<T, 1>::load(grad + at));
+    }
+  }
+  if constexpr (kForm != Form::kDense) {
     if (sums == nullptr) return;
     sum = device::block_total<kThreads>(sum);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
@@ -98,6 +116,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class F>
+void dispatch_form(GradientTensors const& tensors, bool in_lines, F&& body) {
+  if (in_lines) return body(std::integral_constant<Form, Form::kLines>{});
+  if (tensors.sums != nullptr) return body(std::integral_constant<Form, Form::kSummed>{});
+  body(std::integral_constant<Form, Form::kDense>{});
+}
+
 template <class T, bool kActivate>
 void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerms const* terms,
             cudaStream_t stream) {
@@ -105,7 +130,8 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   auto const* g = static_cast<T const*>(tensors.grad_output);
   auto* output = static_cast<T*>(tensors.grad_input);
   GradientAffine const affine = gradient_affine_of(p, tensors);
-  dispatch_gradient_vector<T>(p, tensors, [&](auto vector) {
+  bool const in_lines = tensors.columns > 0 && tensors.pitch != tensors.columns;
+  dispatch_gradient_vector<T>(p, tensors, !in_lines, [&](auto vector) {
     constexpr int kVector = vector.value;
     if (p.input_layout == Layout::kChannelsLast) {
       FUSEDCONV_CHECK(tensors.columns == 0, "input_gradient: columns: got ", tensors.columns,
@@ -118,9 +144,9 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
     } else {
       Split const split = split_planes(p, tensors.columns > 0);
       dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
-      device::dispatch_bool(tensors.columns > 0, [&](auto lines) {
+      dispatch_form(tensors, in_lines, [&](auto form) {
         dispatch_known<kActivate, kQuickGeluBefore>(p, [&](auto known) {
-          grad_of_planes<T, kVector, known.value, lines.value><<<grid, kThreads, 0, stream>>>(
+          grad_of_planes<T, kVector, known.value, form.value><<<grid, kThreads, 0, stream>>>(
               x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
               LineStep::of(tensors, kThreads * kVector), tensors.sums);
         });

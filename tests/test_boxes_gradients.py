@@ -9,14 +9,15 @@ import random
 
 import pytest
 import torch
-from problems import backward_problem, geometry_of, problem
+from problems import backward_problem, geometry_of, group_norm_stage, problem
 
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
+from fusedconv.plan import JoinedPlan
 from fusedconv.problem import ForwardProblem
 from fusedconv.registry import registry
-from fusedconv.selection import plan_of
+from fusedconv.selection import choose, plan_of
 from fusedconv.support import Support
 
 HAS_ROWS = "sm90" in fusedconv.build.get("families", ())
@@ -138,7 +139,8 @@ def test_what_is_served(precision):
         (forward(out=3), "a pixel of 3 channels is not whole 16 bytes"),
         (forward(channels=3), "a pixel of 3 channels is not whole 16 bytes"),
         (forward((9,), kernel=(20,), stride=(17,)), "more than 16 phases"),
-        (forward(batch=0), "the batch is empty"),
+        (forward(batch=0), "batch is 0, 1 to"),
+        (forward(batch=1 << 31), "batch is 2147483648, 1 to"),
     ],
     ids=str,
 )
@@ -173,7 +175,7 @@ def test_the_weights_gradient_is_served(precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_steps(precision, layout):
     asked = backward_problem(forward(layout=layout, precision=precision), "input", "weight")
-    choice = fusedconv.selection.choose(asked, H200, "boxes_gradients_sm90")
+    choice = choose(asked, H200, "boxes_gradients_sm90")
     steps = plan_of(choice, H200).steps
     transposes = [step for step in steps if "transpose" in step or "->" in step]
     assert bool(transposes) == (layout == "nchw")
@@ -221,3 +223,37 @@ def test_splits_fill_the_device_and_leave_no_slab_out(row):
         assert config.shared_bytes <= H200.shared_bytes
         sums = config.tasks * config.splits * row.channels * row.columns
         assert config.partial_bytes == 4 * sums
+
+
+def test_the_output_gradient_comes_dense_where_a_plan_reads_no_padded_lines():
+    """The gradient through GroupNorm is written in padded lines where all who read it take them."""
+    conv = geometry_of(torch.empty(384, 32, 3, 3), padding=(1, 1))
+    whole = problem(
+        dtype=torch.bfloat16,
+        output_dtype=torch.bfloat16,
+        precision="bf16",
+        batch=16,
+        channels=384,
+        spatial=(28, 30),
+        conv=conv,
+        norm=group_norm_stage(8, affine_dtype=torch.bfloat16),
+        save=True,
+    )
+    asked = backward_problem(whole)
+    by_runs = choose(asked, H200, "gradients_sm90,groupnorm_backward_two_pass")
+    assert any("lines of 30 padded to 32" in step for step in plan_of(by_runs, H200).steps)
+    by_boxes = choose(asked, H200, "boxes_gradients_sm90,groupnorm_backward_two_pass")
+    assert not any("padded" in step for step in plan_of(by_boxes, H200).steps)
+    pieces = [
+        (asked.part(parts), name)
+        for parts, name in (
+            (("epilogue", "bias"), "groupnorm_backward_two_pass"),
+            (("input",), "sm90_gradients_bf16"),
+            (("weight",), "sm90_boxes_gradients_bf16"),
+        )
+    ]
+    kernels = {kernel.name: kernel for kernel in registry().kernels()}
+    plans = [kernels[name].compile(piece, H200) for piece, name in pieces]
+    steps = JoinedPlan(plans).steps
+    assert any("pad the output's gradient, lines of 30 to 32" in step for step in steps)
+    assert not any("padded" in step for step in steps)

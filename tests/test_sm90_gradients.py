@@ -471,7 +471,7 @@ def test_channels_last_is_turned_and_turned_back(precision):
     pitch = 260 if precision == "tf32" else 264
     padded = f"pad the output's gradient, lines of 258 to {pitch}"
     assert steps.index(TRANSPOSED_GRAD) + 1 == steps.index(padded)
-    back = "input nchw -> nhwc, copied, channels 64 -> 64"
+    back = "transpose the input's gradient nchw -> nhwc, copied, channels 64 -> 64"
     assert steps.index(back) + 1 == steps.index(TRANSPOSED_INPUT)
     assert steps[-1] == "add the weight gradient's parts"
     planes = backward_problem(system_1(precision, batch=2), "input", "weight")

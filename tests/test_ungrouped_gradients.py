@@ -152,6 +152,16 @@ def test_channels_last_the_bias_is_summed_behind_group_norm(batch, length):
         assert not any("torch copy" in step for step in explanation.steps)
 
 
+def test_planes_of_a_few_pixels_cost_their_blocks():
+    tiny = forward(None, "nchw", activation="gelu", batch=65536, spatial=(1, 1))
+    (found,) = [
+        c
+        for c in registry().candidates(backward_problem(tiny).part(["epilogue"]), H200)
+        if c.kernel.name == KERNEL
+    ]
+    assert found.cost > 5.0
+
+
 def test_what_the_bias_alone_refuses():
     changes = {"activation": "identity", "dtype": torch.float64, "output_dtype": torch.float64}
     backward = backward_problem(forward(None, **changes), "bias")
@@ -160,6 +170,9 @@ def test_what_the_bias_alone_refuses():
     bare = backward_problem(forward(None, activation="identity"), "bias")
     wide = dataclasses.replace(bare, grad_dtype=torch.float32)
     assert "the output's gradient is torch.float32" in UngroupedBias().supports(wide, H200).reason
+    # As under autocast, where the epilogue's gradient is torch's and wider.
+    widened = backward_problem(forward("layer", output_dtype=torch.float32))
+    assert not UngroupedBias().supports(widened.part(["bias"]), H200)
     with_input = backward_problem(forward(None, activation="identity"), "bias", "input")
     assert not UngroupedBias().supports(with_input, H200)
 

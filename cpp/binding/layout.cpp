@@ -4,6 +4,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "binding/binding.hpp"
 #include "layout/steps.hpp"
@@ -16,8 +17,10 @@ void bind_layout(py::module_& m) {
   py::class_<ToChannelsLast, Step, std::shared_ptr<ToChannelsLast>>(
       room, "ToChannelsLast", "A tensor to channels-last rows, padded with zeros.")
       .def(py::init([](int64_t channels, int64_t padded_channels, int64_t pixels, Layout source,
-                       DType dtype, bool round_tf32, Operand input, Operand output) {
+                       DType dtype, bool round_tf32, Operand input, Operand output,
+                       std::string name) {
              return std::make_shared<ToChannelsLast>(
+                 std::move(name),
                  ChannelsLastProblem{.channels = channels,
                                      .padded_channels = padded_channels,
                                      .pixels = pixels,
@@ -28,7 +31,7 @@ void bind_layout(py::module_& m) {
            }),
            py::kw_only(), py::arg("channels"), py::arg("padded_channels"), py::arg("pixels"),
            py::arg("source"), py::arg("dtype"), py::arg("round_tf32"), py::arg("input"),
-           py::arg("output"));
+           py::arg("output"), py::arg("name") = "input");
   py::class_<PackFilter, Step, std::shared_ptr<PackFilter>>(
       room, "PackFilter", "A weight to the filter [padded_k, T, R, S, padded_c], a bias with it.")
       .def(py::init([](conv::FilterSource const& source, int64_t padded_c, int64_t padded_k,

@@ -6,11 +6,12 @@
 
 namespace fusedconv::layout {
 
-ToChannelsLast::ToChannelsLast(ChannelsLastProblem const& problem, Operand input, Operand output)
-    : problem_(problem), input_(input), output_(output) {}
+ToChannelsLast::ToChannelsLast(std::string name, ChannelsLastProblem const& problem, Operand input,
+                               Operand output)
+    : name_(std::move(name)), problem_(problem), input_(input), output_(output) {}
 
 std::string ToChannelsLast::describe() const {
-  return detail::join("input ", name_of(problem_.source), " -> ", name_of(Layout::kChannelsLast),
+  return detail::join(name_, " ", name_of(problem_.source), " -> ", name_of(Layout::kChannelsLast),
                       ", ", problem_.round_tf32 ? "rounded to TF32" : "copied", ", channels ",
                       problem_.channels, " -> ", problem_.padded_channels);
 }

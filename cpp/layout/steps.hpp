@@ -12,16 +12,18 @@
 
 namespace fusedconv::layout {
 
-// problem.batch is the run's.
+// problem.batch is the run's; name is the step's, for a person.
 class ToChannelsLast final : public Step {
  public:
-  ToChannelsLast(ChannelsLastProblem const& problem, Operand input, Operand output);
+  ToChannelsLast(std::string name, ChannelsLastProblem const& problem, Operand input,
+                 Operand output);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
   void run(RunContext const& context, void* workspace) const override;
 
  private:
+  std::string name_;
   ChannelsLastProblem problem_;
   Operand input_, output_;
 };

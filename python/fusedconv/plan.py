@@ -128,6 +128,8 @@ class BackwardPlan(Plan):
     #: Whether it pads the lines of the convolution's output gradient, unless they come padded
     #: (``fusedconv.layout.line_strides``).
     pads_lines: bool = False
+    #: Whether it reads that gradient, and no padded lines.
+    reads_dense: bool = False
 
     def give_padded_lines(self) -> bool:
         """Asks for padded lines where the plan computes the gradient of the convolution's output;
@@ -147,9 +149,10 @@ class JoinedPlan(BackwardPlan):
     """Plans of a backward pass's parts, one after another; providers may differ."""
 
     def __init__(self, plans: Sequence[BackwardPlan]) -> None:
-        if any(plan.pads_lines for plan in plans) and any(
-            plan.give_padded_lines() for plan in plans
-        ):
+        padded = any(plan.pads_lines for plan in plans)
+        if any(plan.reads_dense for plan in plans):
+            padded = False
+        if padded and any(plan.give_padded_lines() for plan in plans):
             for plan in plans:
                 plan.take_padded_lines()
         self.plans = tuple(plans)

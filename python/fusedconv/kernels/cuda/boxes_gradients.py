@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +47,21 @@ from fusedconv.support import Support
 # gradient.
 CONV_INPUT, GRAD_WEIGHT = range(9, 11)
 
-#: Pairs of boxes by blocks of columns in a launch are counted to.
+#: Boxes by blocks of columns in a launch, and samples, are counted to.
 MOST_ITEMS = (1 << 30) - 1
+MOST_SAMPLES = (1 << 31) - 128
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """What the weight's estimate multiplies, in cycles of a multiprocessor but for ``transposed``
-    and ``partials``."""
+    """What the estimates multiply, in cycles of a multiprocessor where nothing else is said."""
 
-    #: A slab's products, over their cycles at full rate.
+    #: The input's, over what the forward rows' constants say.
+    gathers: float
+    #: A slab's products, over their cycles at full rate, in 16 bits, and in TF32 by the input
+    #: channels that an instruction takes.
     products: float
+    from_registers: Mapping[int, float]
     #: A byte that a slab copies.
     copied: float
     #: A slab beside the longer of these.
@@ -73,8 +78,11 @@ class CostConstants:
     transposed: float
 
 
+#: Fitted to the times of 21 convolutions, mostly layers of real models, channels last, on an H200.
 COSTS = CostConstants(
+    gathers=1.1,
     products=0.98,
+    from_registers={64: 1.9, 128: 1.2, 256: 1.0},
     copied=0.017,
     slab=100.0,
     block=9000.0,
@@ -184,18 +192,20 @@ class BoxesGradients(BackwardKernel):
         ):
             if not support:
                 return support
-        if forward.batch == 0:
-            return Support.no("the batch is empty")
+        if not 0 < forward.batch <= MOST_SAMPLES:
+            return Support.no(f"batch is {forward.batch}, 1 to {MOST_SAMPLES} are served")
         if "weight" in wanted:
             support = Support.of(self._weight(problem, device)[0].support)
             if not support:
                 return support
-        config = self._input(problem, device)[0]
-        if not config.support:
-            return Support.of(config.support)
-        items = config.launch_tiles(forward.batch) * config.blocks
-        if items > MOST_ITEMS:
-            return Support.no(f"{items} tiles are more than are counted, {MOST_ITEMS}")
+        if "input" in wanted:
+            config = self._input(problem, device)[0]
+            if not config.support:
+                return Support.of(config.support)
+            # Tiles are pairs of boxes, which are what is counted.
+            items = 2 * config.launch_tiles(forward.batch) * config.blocks
+            if items > MOST_ITEMS:
+                return Support.no(f"{items} boxes are more than are counted, {MOST_ITEMS}")
         return Support.yes()
 
     def _supports_precision(self, forward: ForwardProblem) -> Support:
@@ -227,7 +237,7 @@ class BoxesGradients(BackwardKernel):
     ) -> float:
         costs = boxes_sm90.COSTS
         tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, costs)
-        return launch_cycles(tile, config, forward.batch, device, costs)
+        return COSTS.gathers * launch_cycles(tile, config, forward.batch, device, costs)
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
@@ -252,8 +262,9 @@ class BoxesGradients(BackwardKernel):
 
     def _weight_cycles(self, config: Any, row: Any, device: Device, costs: CostConstants) -> float:
         area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
+        products = costs.from_registers[row.channels] if config.packed_bytes else costs.products
         slab = costs.slab + max(
-            area / PRODUCTS_PER_CYCLE * costs.products, config.stage_bytes * costs.copied
+            area / PRODUCTS_PER_CYCLE * products, config.stage_bytes * costs.copied
         )
         waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
         return waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
@@ -309,7 +320,13 @@ class BoxesGradients(BackwardKernel):
         compiled = program.compiled
         grad = compiled.tensor(INPUT, forward.output_elements // forward.batch * size)
         if _transposes_grad(problem):
-            grad = _transposed(program, grad, forward.output_channels, forward.output_spatial)
+            grad = _transposed(
+                program,
+                grad,
+                forward.output_channels,
+                forward.output_spatial,
+                "the output's gradient",
+            )
         if "input" in wanted:
             self._add_input_steps(program, problem, device, grad)
         if "weight" in wanted:
@@ -318,7 +335,7 @@ class BoxesGradients(BackwardKernel):
             sample = forward.channels * math.prod(forward.spatial) * size
             given = compiled.tensor(CONV_INPUT, sample)
             if _transposes_input(forward):
-                given = _transposed(program, given, forward.channels, forward.spatial)
+                given = _transposed(program, given, forward.channels, forward.spatial, "the input")
             if config.packed_bytes:
                 packed = program.scratch(0, config.packed_bytes)
                 compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
@@ -390,9 +407,10 @@ def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
 
 
 def _transposed(
-    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...]
+    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
 ) -> Any:
-    """Appends what transposes a dense NCHW tensor to channels last; where that lies."""
+    """Appends what transposes a dense NCHW tensor, ``name`` for a person, to channels last; where
+    that lies."""
     pixels = math.prod(spatial)
     problem = program.problem
     transposed = program.scratch(pixels * channels * problem.dtype.itemsize)
@@ -406,6 +424,7 @@ def _transposed(
             round_tf32=False,
             input=tensor,
             output=transposed,
+            name=f"transpose {name}",
         )
     )
     return transposed
@@ -413,6 +432,8 @@ def _transposed(
 
 class BoxesGradientsPlan(BackwardPlan):
     """One program; tensors of another layout than it takes are copied first."""
+
+    reads_dense = True
 
     def __init__(self, kernel: BoxesGradients, problem: BackwardProblem, device: Device) -> None:
         forward = problem.forward

@@ -69,5 +69,6 @@ def transpose_to_channels_last(
             round_tf32=False,
             input=tensor,
             output=output,
+            name="transpose the input's gradient",
         )
     )

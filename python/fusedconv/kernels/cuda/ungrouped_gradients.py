@@ -19,7 +19,7 @@ from fusedconv.kernels.cuda.gradients import compiled_problem, supports_epilogue
 from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
 from fusedconv.layout import dense, dense_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
-from fusedconv.problem import BackwardProblem, Bias, need_what_they_read
+from fusedconv.problem import BackwardProblem, Bias
 from fusedconv.support import Support
 
 # Slots of the pointers that the program gets, in this order.
@@ -34,6 +34,9 @@ KINDS = frozenset({"layer", "affine"})
 _LAYER_NORM_OVER_COPY = {("nchw", 2): 2.7, ("nchw", 4): 1.75, ("nhwc", 2): 1.9, ("nhwc", 4): 1.3}
 #: Of all others, in both layouts.
 _OVER_COPY = 1.06
+#: Of planes: a block of a short one, of which a multiprocessor runs so many at a time.
+_BLOCK_MILLISECONDS = 2.1e-3
+_BLOCKS_AT_ONCE = 8
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,7 +57,12 @@ def _milliseconds(problem: BackwardProblem, device: Device, tensors: int) -> flo
         passes = _LAYER_NORM_OVER_COPY[forward.output_layout, size]
     moved = tensors * forward.output_elements * size
     moved += 2 * _config(problem).partial_bytes
-    return 2 * device.launch_milliseconds + passes * device.copy_milliseconds(moved)
+    work = passes * device.copy_milliseconds(moved)
+    if forward.output_layout == "nchw":  # a block for each plane at least
+        planes = forward.batch * forward.output_channels
+        at_once = _BLOCKS_AT_ONCE * max(1, device.multiprocessors)
+        work = max(work, planes / at_once * _BLOCK_MILLISECONDS)
+    return 2 * device.launch_milliseconds + work
 
 
 class UngroupedBackward(BackwardKernel):
@@ -88,7 +96,7 @@ class UngroupedBias(BackwardKernel):
         if problem.parts != ("bias",):
             return Support.no("sums the bias's gradient alone")
         forward = problem.forward
-        if not need_what_they_read(forward.epilogue) and problem.grad_dtype != forward.dtype:
+        if problem.grad_dtype != forward.dtype:
             return Support.no(
                 f"the output's gradient is {problem.grad_dtype}, the input {forward.dtype}"
             )
@@ -214,6 +222,8 @@ class UngroupedBackwardPlan(BackwardPlan):
 class UngroupedBiasPlan(BackwardPlan):
     """One program, over the convolution's output gradient in the forward output's layout."""
 
+    reads_dense = True
+
     kernel = UngroupedBias.name
 
     def __init__(self, problem: BackwardProblem, device: Device) -> None:
@@ -250,7 +260,8 @@ class UngroupedBiasPlan(BackwardPlan):
         self.steps = (*_copies(bare), *program.steps)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
-        grad = dense(tensors.of_convolution, self._layout)
+        # Behind an epilogue of torch's it may be wider.
+        grad = dense(tensors.of_convolution.to(self.problem.forward.dtype), self._layout)
         bias = allocator(grad.device)(*self._channels, grad.dtype)
         run_program(self._program, self._device, (grad, bias), grad)
         return Gradients(bias=bias)

@@ -9,6 +9,9 @@
 // units, boxes of both. TF32 has no such operands: M counts a unit's output channels, which threads
 // load to registers; N counts input channels, packed before with positions beside each other.
 //
+// Positions outside are zeros of one operand beside what the other has there: an infinite value may
+// leave NaN in more taps than it is a factor of.
+//
 // The positions of a task, a block of channels by units, are split among blocks, whose partial sums
 // are added in a fixed order.
 #pragma once

@@ -12,7 +12,7 @@ from checkout import ROOT, tracked
 from processes import python
 
 import fusedconv
-from fusedconv import _C
+from fusedconv import _C, winners
 from fusedconv.device import KNOWN
 from fusedconv.kernels.cuda import program
 
@@ -34,12 +34,20 @@ def test_build_says_what_was_built():
     assert isinstance(build["cuda"], bool)
     assert isinstance(build["openmp"], bool)
     assert build["compiler"]
+    assert re.fullmatch(r"[0-9a-f]{12}", build["sources"])
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", build["version"])
     assert fusedconv.__version__ == build["version"]
     cuda = {"cuda_runtime", "architectures", "cutlass"}
     assert cuda & build.keys() == (cuda if build["cuda"] else set())
     for family in ("sm80", "taps", "direct"):
         assert (family in build["families"]) == build["cuda"]
+
+
+def test_the_build_is_told_by_its_sources(monkeypatch):
+    """What was tuned for other kernels does not count."""
+    own = winners.build.__wrapped__()
+    monkeypatch.setattr(_C, "build", {**_C.build, "sources": "0" * 12})
+    assert winners.build.__wrapped__() != own
 
 
 def test_the_version_is_the_packages():
@@ -172,7 +180,8 @@ def test_the_extension_does_not_link_torch():
 def test_every_source_is_listed_and_none_is_globbed():
     listed = (ROOT / "CMakeLists.txt").read_text()
     for helper in (ROOT / "cmake").glob("*.cmake"):
-        listed += helper.read_text()
+        if helper.name != "FusedconvSources.cmake":  # which compiles nothing
+            listed += helper.read_text()
     for path in sources("*.cpp", "*.cu"):
         assert path.relative_to(CPP).as_posix() in listed, path
     assert not re.search(r"file\s*\(\s*GLOB", listed)

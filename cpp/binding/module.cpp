@@ -37,6 +37,7 @@ py::list words(char const* text) {
 py::dict build_info() {
   py::dict build;
   build["version"] = FUSEDCONV_VERSION;
+  build["sources"] = FUSEDCONV_SOURCES;
 #ifdef __VERSION__
   build["compiler"] = __VERSION__;
 #endif

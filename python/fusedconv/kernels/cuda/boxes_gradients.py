@@ -226,18 +226,23 @@ class BoxesGradients(BackwardKernel):
             if not config.support:
                 best = best or (config, row)
                 continue
-            cycles = self._input_cycles(config, row, forward, device)
+            cycles = self._input_cycles(config, row, forward, device, COSTS)
             if cycles < least:
                 best, least = (config, row), cycles
         assert best is not None
         return best
 
     def _input_cycles(
-        self, config: Any, row: Any, forward: ForwardProblem, device: Device
+        self,
+        config: Any,
+        row: Any,
+        forward: ForwardProblem,
+        device: Device,
+        costs: CostConstants,
     ) -> float:
-        costs = boxes_sm90.COSTS
-        tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, costs)
-        return COSTS.gathers * launch_cycles(tile, config, forward.batch, device, costs)
+        rows = boxes_sm90.COSTS
+        tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, rows)
+        return costs.gathers * launch_cycles(tile, config, forward.batch, device, rows)
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
@@ -283,7 +288,7 @@ class BoxesGradients(BackwardKernel):
         launches += transposed > 0
         if "input" in wanted:
             config, row = self._input(problem, device)
-            cycles = self._input_cycles(config, row, forward, device)
+            cycles = self._input_cycles(config, row, forward, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
             launches += 2

@@ -149,9 +149,9 @@ class JoinedPlan(BackwardPlan):
     """Plans of a backward pass's parts, one after another; providers may differ."""
 
     def __init__(self, plans: Sequence[BackwardPlan]) -> None:
-        padded = any(plan.pads_lines for plan in plans)
-        if any(plan.reads_dense for plan in plans):
-            padded = False
+        padded = any(plan.pads_lines for plan in plans) and not any(
+            plan.reads_dense for plan in plans
+        )
         if padded and any(plan.give_padded_lines() for plan in plans):
             for plan in plans:
                 plan.take_padded_lines()

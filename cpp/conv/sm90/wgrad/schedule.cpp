@@ -5,18 +5,13 @@
 #include <utility>
 
 #include "conv/sm90/schedule.hpp"
+#include "conv/sm90/splits.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::wgrad {
 namespace {
 
 constexpr int kFewestStages = 4;
-// Blocks that splits are chosen for. Not the device's multiprocessors: sums would then differ
-// between devices.
-constexpr int kBlocks = 132;
-// In steps: what a block costs beside its own, and what its partial sums cost the device.
-constexpr double kBlockSteps = 8.0;
-constexpr double kPartialSteps = 0.1;
 // Steps that make a block worth its partial sums.
 constexpr int64_t kFewestSteps = 8;
 // Strict fp32 is to be as exact as a sum in float32, whose error grows with its length: up to so
@@ -32,22 +27,6 @@ constexpr int64_t kMostTasks = 0xffff;  // what a grid's second axis takes
 Schedule refused(std::string reason) {
   Schedule result;
   result.support = Support::no(std::move(reason));
-  return result;
-}
-
-// The number of blocks among which a task's positions are split that takes the least time.
-int splits_of(int tasks, int64_t steps) {
-  int const most = int(std::clamp<int64_t>(steps / kFewestSteps, 1, kBlocks));
-  int result = 1;
-  double best = 0.0;
-  for (int splits = 1; splits <= most; ++splits) {
-    double const waves = double(ceil_div(int64_t(tasks) * splits, kBlocks));
-    double const cost =
-        waves * (double(ceil_div(steps, splits)) + kBlockSteps) + kPartialSteps * tasks * splits;
-    if (splits > 1 && cost >= best) continue;
-    best = cost;
-    result = splits;
-  }
   return result;
 }
 
@@ -116,7 +95,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
                          : positions <= kShortSum ? kShortFlushSteps
                                                   : kLongFlushSteps;
   s.tasks = int(tasks);
-  s.splits = int(std::min<int64_t>(splits_of(s.tasks, s.steps), units * p.h));
+  s.splits = int(std::min<int64_t>(splits_of(s.tasks, s.steps, kFewestSteps), units * p.h));
   s.partial_bytes =
       tasks * s.splits * p.r * p.s * s.groups * kBlock * kBlock * int64_t(sizeof(float));
   return s;

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,9 @@ from fusedconv.kernels.cuda.program import (
     supports_device,
     supports_only,
 )
+from fusedconv.kernels.cuda.transposing import transposed_to_channels_last
 from fusedconv.layout import LINE_BYTES, dense, dense_strides, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
-from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
 from fusedconv.support import Support
 
@@ -159,6 +159,15 @@ def _transposes_back(forward: ForwardProblem) -> bool:
     return forward.output_layout != "nhwc"
 
 
+def _quickest(
+    served: list[tuple[Any, Any]], cycles: Callable[[Any, Any], float]
+) -> tuple[Any, Any]:
+    """Of configs and their rows the one of the fewest cycles; the first where none is supported,
+    for its reason."""
+    supported = [pair for pair in served if pair[0].support]
+    return min(supported, key=lambda pair: cycles(*pair)) if supported else served[0]
+
+
 class BoxesGradients(BackwardKernel):
     """One way to form products."""
 
@@ -218,19 +227,14 @@ class BoxesGradients(BackwardKernel):
         forward = problem.forward
         assert forward.conv is not None
         aligned = problem.aligned or _transposes_grad(problem)
-        best: tuple[Any, Any] | None = None
-        least = math.inf
-        for index in self._input_rows:
-            config = _input_config(index, forward.conv, forward.spatial, aligned, device)
-            row = _C.sm90.boxes.rows()[index]
-            if not config.support:
-                best = best or (config, row)
-                continue
-            cycles = self._input_cycles(config, row, forward, device, COSTS)
-            if cycles < least:
-                best, least = (config, row), cycles
-        assert best is not None
-        return best
+        rows = _C.sm90.boxes.rows()
+        return _quickest(
+            [
+                (_input_config(index, forward.conv, forward.spatial, aligned, device), rows[index])
+                for index in self._input_rows
+            ],
+            lambda config, row: self._input_cycles(config, row, forward, device, COSTS),
+        )
 
     def _input_cycles(
         self,
@@ -249,21 +253,12 @@ class BoxesGradients(BackwardKernel):
         forward = problem.forward
         assert forward.conv is not None
         aligned = problem.aligned or _transposes_grad(problem)
-        best: tuple[Any, Any] | None = None
-        least = math.inf
-        for index in self._weight_rows:
-            config = _weight_config(
-                index, forward.conv, forward.spatial, aligned, forward.batch, device
-            )
-            row = _C.sm90.boxes.weight.rows()[index]
-            if not config.support:
-                best = best or (config, row)
-                continue
-            cycles = self._weight_cycles(config, row, device, COSTS)
-            if cycles < least:
-                best, least = (config, row), cycles
-        assert best is not None
-        return best
+        served = forward.conv, forward.spatial, aligned, forward.batch, device
+        rows = _C.sm90.boxes.weight.rows()
+        return _quickest(
+            [(_weight_config(index, *served), rows[index]) for index in self._weight_rows],
+            lambda config, row: self._weight_cycles(config, row, device, COSTS),
+        )
 
     def _weight_cycles(self, config: Any, row: Any, device: Device, costs: CostConstants) -> float:
         area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
@@ -325,7 +320,7 @@ class BoxesGradients(BackwardKernel):
         compiled = program.compiled
         grad = compiled.tensor(INPUT, forward.output_elements // forward.batch * size)
         if _transposes_grad(problem):
-            grad = _transposed(
+            grad = transposed_to_channels_last(
                 program,
                 grad,
                 forward.output_channels,
@@ -340,7 +335,9 @@ class BoxesGradients(BackwardKernel):
             sample = forward.channels * math.prod(forward.spatial) * size
             given = compiled.tensor(CONV_INPUT, sample)
             if _transposes_input(forward):
-                given = _transposed(program, given, forward.channels, forward.spatial, "the input")
+                given = transposed_to_channels_last(
+                    program, given, forward.channels, forward.spatial, "the input"
+                )
             if config.packed_bytes:
                 packed = program.scratch(0, config.packed_bytes)
                 compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
@@ -409,30 +406,6 @@ def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
         taps=by_axis(conv.kernel_size),
         strides=(outputs, inputs, *taps),
     )
-
-
-def _transposed(
-    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
-) -> Any:
-    """Appends what transposes a dense NCHW tensor, ``name`` for a person, to channels last; where
-    that lies."""
-    pixels = math.prod(spatial)
-    problem = program.problem
-    transposed = program.scratch(pixels * channels * problem.dtype.itemsize)
-    program.compiled.per_chunk(
-        _C.layout.ToChannelsLast(
-            channels=channels,
-            padded_channels=channels,
-            pixels=pixels,
-            source=_C.Layout.nchw,
-            dtype=COMPILED_DTYPES[problem.dtype],
-            round_tf32=False,
-            input=tensor,
-            output=transposed,
-            name=f"transpose {name}",
-        )
-    )
-    return transposed
 
 
 class BoxesGradientsPlan(BackwardPlan):

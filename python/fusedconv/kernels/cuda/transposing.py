@@ -54,11 +54,25 @@ def transposed_to_channels_first(
     return transposed
 
 
+def transposed_to_channels_last(
+    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
+) -> Any:
+    """Appends what transposes a dense NCHW tensor to channels last; where that lies."""
+    output = program.scratch(channels * math.prod(spatial) * program.problem.dtype.itemsize)
+    transpose_to_channels_last(program, tensor, output, channels, spatial, name)
+    return output
+
+
 def transpose_to_channels_last(
-    program: ForwardProgram, tensor: Any, output: Any, channels: int, spatial: tuple[int, ...]
+    program: ForwardProgram,
+    tensor: Any,
+    output: Any,
+    channels: int,
+    spatial: tuple[int, ...],
+    name: str = "the input's gradient",
 ) -> None:
     """Appends what transposes a dense NCHW tensor [batch, channels, *spatial] of the program's
-    dtype to channels last, in ``output``."""
+    dtype, ``name`` for a person, to channels last, in ``output``."""
     program.compiled.per_chunk(
         _C.layout.ToChannelsLast(
             channels=channels,
@@ -69,6 +83,6 @@ def transpose_to_channels_last(
             round_tf32=False,
             input=tensor,
             output=output,
-            name="transpose the input's gradient",
+            name=f"transpose {name}",
         )
     )

@@ -1,20 +1,14 @@
 #include "conv/sm90/boxes/weight/schedule.hpp"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "conv/sm90/splits.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::boxes::weight {
 namespace {
 
-// Blocks that splits are chosen for. Not the device's multiprocessors: sums would then differ
-// between devices.
-constexpr int kBlocks = 132;
-// In slabs: what a block costs beside its own, and what its partial sums cost the device.
-constexpr double kBlockSteps = 8.0;
-constexpr double kPartialSteps = 0.1;
 // Slabs that make a block worth its partial sums.
 constexpr int64_t kFewestSteps = 4;
 constexpr int64_t kMostSlabs = int64_t(1) << 30;
@@ -23,22 +17,6 @@ constexpr int kMostTasks = 0xffff;  // what a grid's second axis takes
 Schedule refused(std::string reason) {
   Schedule result;
   result.support = Support::no(std::move(reason));
-  return result;
-}
-
-// The number of blocks among which a task's slabs are split that takes the least time.
-int splits_of(int tasks, int64_t slabs) {
-  int const most = int(std::clamp<int64_t>(slabs / kFewestSteps, 1, kBlocks));
-  int result = 1;
-  double best = 0.0;
-  for (int splits = 1; splits <= most; ++splits) {
-    double const waves = double(ceil_div(int64_t(tasks) * splits, kBlocks));
-    double const cost =
-        waves * (double(ceil_div(slabs, splits)) + kBlockSteps) + kPartialSteps * tasks * splits;
-    if (splits > 1 && cost >= best) continue;
-    best = cost;
-    result = splits;
-  }
   return result;
 }
 
@@ -62,7 +40,7 @@ Schedule schedule_of(Problem const& p, int64_t batch, Math math, Block const& bl
     return refused(detail::join(tasks, " tasks of ", slabs, " slabs are more than are counted"));
   }
   s.tasks = int(tasks);
-  s.splits = splits_of(s.tasks, slabs);
+  s.splits = splits_of(s.tasks, slabs, kFewestSteps);
   s.stages = kMostStages;
   while (s.stages > 0 && Memory::bytes(block, s.stages) > device.shared_bytes) --s.stages;
   if (s.stages < kFewestStages) {

@@ -14,6 +14,7 @@ from problems import backward_problem, geometry_of, group_norm_stage, problem
 import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN
+from fusedconv.layout import line_pitch
 from fusedconv.plan import JoinedPlan
 from fusedconv.problem import ForwardProblem
 from fusedconv.registry import registry
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.skipif(
 H200 = KNOWN[90]
 KERNELS = {k.name: k for k in registry().kernels() if k.provider == "boxes_gradients_sm90"}
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
+#: Of the input and the output: pixels of some are not whole 16 bytes.
+ODD_CHANNELS = [(3, 16), (512, 17), (5, 31), (1, 1), (72, 3), (72, 40)]
 
 
 def forward(
@@ -136,8 +139,6 @@ def test_what_is_served(precision):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (forward(out=3), "a pixel of 3 channels is not whole 16 bytes"),
-        (forward(channels=3), "a pixel of 3 channels is not whole 16 bytes"),
         (forward((9,), kernel=(20,), stride=(17,)), "more than 16 phases"),
         (forward(batch=0), "batch is 0, 1 to"),
         (forward(batch=1 << 31), "batch is 2147483648, 1 to"),
@@ -184,6 +185,128 @@ def test_steps(precision, layout):
     assert any(step.startswith(f"sm90_boxes_{name}_") for step in steps)
     assert ("pack the input (rounded to TF32)" in steps) == (precision == "tf32")
     assert steps[-1] == "add the weight gradient's parts"
+
+
+def rewriting_steps(case: ForwardProblem) -> dict[str, str | None]:
+    """The step that transposes, pads or cuts each tensor, None where it is taken as it lies."""
+
+    def whole(channels: int) -> int:
+        return line_pitch(channels, case.dtype)
+
+    def in_front(name: str, channels: int) -> str | None:
+        if case.layout == "nhwc" and whole(channels) == channels:
+            return None
+        verb = "pad" if case.layout == "nhwc" else "transpose"
+        counts = f"channels {channels} -> {whole(channels)}"
+        return f"{verb} {name} {case.layout} -> nhwc, copied, {counts}"
+
+    assert case.conv is not None
+    back = "transpose the input's gradient (nhwc -> nchw)"
+    if case.layout == "nhwc":
+        cuts = whole(case.channels) != case.channels
+        back = "cut the input's gradient (nhwc -> nhwc)" if cuts else None
+    return {
+        "grad": in_front("the output's gradient", case.conv.out_channels),
+        "input": in_front("the input", case.channels),
+        "back": back,
+    }
+
+
+@pytest.mark.parametrize("gradients", [("input",), ("weight",), ("input", "weight")], ids=str)
+@pytest.mark.parametrize(("channels", "out"), ODD_CHANNELS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_pixels_are_padded_and_cut_where_they_are_not_whole(
+    precision, layout, channels, out, gradients
+):
+    case = forward(precision=precision, layout=layout, channels=channels, out=out)
+    asked = backward_problem(case, *gradients)
+    kernel = kernel_of(precision)
+    assert kernel.supports(asked, H200)
+    expected = rewriting_steps(case)
+    if "input" not in gradients:
+        expected["back"] = None
+    if "weight" not in gradients:
+        expected["input"] = None
+    steps = kernel.compile(asked, H200).steps
+    rewriting = {step for step in steps if step.startswith(("transpose", "pad", "cut"))}
+    assert rewriting == {step for step in expected.values() if step}
+    assert ("pack the input (rounded to TF32)" in steps) == (
+        precision == "tf32" and "weight" in gradients
+    )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_scratch_holds_padded_tensors(precision):
+    """What a plan for odd channels has beyond one for whole channels of as many: the output's
+    gradient, the input, and its gradient."""
+    whole = line_pitch(17, PRECISIONS[precision])
+    odd, even = (
+        kernel_of(precision).build(
+            backward_problem(forward(precision=precision, channels=n, out=n), "input", "weight"),
+            H200,
+        )
+        for n in (17, whole)
+    )
+    case = forward(precision=precision, channels=whole, out=whole)
+    elements = 2 * case.input_elements + case.output_elements
+    extra = odd.workspace_bytes - even.workspace_bytes
+    assert 0 <= extra - elements * case.dtype.itemsize < 3 * 1024  # of which each begins aligned
+
+
+def test_padding_costs():
+    for gradients in (("input",), ("weight",), ("input", "weight")):
+        odd, whole = (
+            kernel_of("bf16").cost(
+                backward_problem(forward(channels=n, out=n, batch=64), *gradients), H200
+            )
+            for n in (17, 24)
+        )
+        assert odd > whole
+
+
+def test_an_unaligned_tensor_is_served_where_it_is_padded():
+    assert served(forward(out=17), "input", aligned=False)
+    assert "not aligned" in served(forward(out=24), "input", aligned=False).reason
+
+
+@pytest.mark.parametrize("room", ["boxes", "weight"])
+def test_a_weight_has_the_configs_channels_or_those_that_are_padded_to_them(room):
+    """Of a config of 24 channels in and out, in 16 bits."""
+    problem = _C.TransposedProblem(
+        channels=24,
+        output_channels=24,
+        groups=1,
+        input=(1, 9, 9),
+        output=(1, 8, 8),
+        kernel=(1, 2, 2),
+        stride=(1, 1, 1),
+        padding=(0, 0, 0),
+        dilation=(1, 1, 1),
+        layout=_C.Layout.nhwc,
+        aligned=True,
+    )
+    boxes, device = _C.sm90.boxes, H200.compiled
+    source = _C.Operand()
+
+    def make(c: int, k: int):
+        weight = _C.FilterSource(c=c, k=k, taps=(1, 2, 2), strides=(4, 4 * c, 0, 2, 1))
+        if room == "boxes":
+            row = next(row for row in boxes.rows() if row.name == "sm90_boxes_bf16_64")
+            config = boxes.Config(row, problem=problem, device=device, gathers=True)
+            return boxes.PackFilter(config, source=weight, weight=source, filter=source)
+        row = next(row for row in boxes.weight.rows() if row.math.name == "bf16")
+        config = boxes.weight.Config(row, problem=problem, batch=1, device=device)
+        return boxes.weight.AddPartials(config, target=weight, partials=source, grad_weight=source)
+
+    for channels in (17, 23, 24):
+        make(channels, 24)
+        make(24, channels)
+    for channels in (16, 25):
+        with pytest.raises(ValueError, match=f"input channels .* got {channels}, expected 24"):
+            make(channels, 24)
+        with pytest.raises(ValueError, match=f"output channels .* got {channels}, expected 24"):
+            make(24, channels)
 
 
 @pytest.mark.parametrize(

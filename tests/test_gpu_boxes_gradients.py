@@ -31,6 +31,11 @@ pytestmark = pytest.mark.gpu
 KERNELS = [k for k in registry().kernels() if k.name.startswith("sm90_boxes_gradients_")]
 #: Of each kernel and layout.
 RANDOM_PROBLEMS = 80
+ODD_RANDOM_PROBLEMS = 40
+#: In terms of as many channels as are 16 bytes.
+WHOLE_CHANNELS = (1, 2, 3, 8, 9, 16, 17, 24, 40)
+#: Pixels of most are not whole 16 bytes.
+ODD_CHANNELS = (3, 5, 17, 24, 31, 65, 130)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +55,8 @@ def gradients_of(force, monkeypatch):
     return use
 
 
-def random_problem(generator: random.Random, unit: int) -> dict[str, Any]:
+def random_problem(generator: random.Random, channels: list[int]) -> dict[str, Any]:
+    """Of which input and output have some of the channels."""
     axes = generator.choice((1, 2, 2, 3))
     sizes = {1: (300,), 2: (40, 70), 3: (6, 12, 30)}[axes]
     while True:
@@ -68,8 +74,8 @@ def random_problem(generator: random.Random, unit: int) -> dict[str, Any]:
     ]
     return {
         "batch": generator.randint(1, 5),
-        "channels": unit * generator.choice((1, 2, 3, 8, 9, 16, 17, 24, 40)),
-        "out": unit * generator.choice((1, 2, 3, 8, 9, 16, 17, 24, 40)),
+        "channels": generator.choice(channels),
+        "out": generator.choice(channels),
         "spatial": [
             generator.randint(low, max(low, most)) for low, most in zip(least, sizes, strict=True)
         ],
@@ -83,41 +89,117 @@ def random_problem(generator: random.Random, unit: int) -> dict[str, Any]:
     }
 
 
+def hold_against_fp64(kernel: Any, case: dict[str, Any], layout: str) -> None:
+    """All gradients of a case, twice, in memory that held NaN."""
+    precision = kernel.precision
+    tensors = operands(case, DTYPES[precision], layout)
+    geometry = {name: case[name] for name in GEOMETRY if name in case}
+    output = eager(*tensors, **geometry)
+    grad = output_gradient(case["grad"], output)
+    poison()
+    actual = gradients(conv_transpose_act_norm, tensors, grad, **geometry)
+    poison(32 << 20)
+    again = gradients(conv_transpose_act_norm, tensors, grad, **geometry)
+    torchs = gradients(eager, tensors, grad, **geometry)
+    wide = [tensor.double() for tensor in tensors]
+    exact = gradients(eager, wide, grad.double(), **geometry)
+    rounded = exact
+    if precision == "tf32":
+        wide = [round_to_tf32(tensor).double() for tensor in tensors]
+        rounded = gradients(eager, wide, round_to_tf32(grad).double(), **geometry)
+    for name, a, b, t, r, e in zip(NAMES, actual, again, torchs, rounded, exact, strict=True):
+        assert torch.equal(a, b), (name, case)
+        if name == "input":
+            x = tensors[0]
+            assert layout_of(a.shape, a.stride()) == layout_of(x.shape, x.stride()), case
+        limit = max(relative_error(t, e), relative_error(r, e))
+        if name == "bias":
+            limit = 2 * relative_error(t, e)  # of a sum of many terms
+        error = relative_error(a, e)
+        assert error <= bound(limit, precision), (name, error, limit, case)
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_random_problems(kernel, layout, gradients_of):
     gradients_of(kernel)
-    precision, dtype = kernel.precision, DTYPES[kernel.precision]
+    unit = 4 if kernel.precision == "tf32" else 8
+    channels = [unit * count for count in WHOLE_CHANNELS]
     generator = random.Random(kernel.name + layout)
     torch.manual_seed(0)
     for _ in range(RANDOM_PROBLEMS):
-        case = random_problem(generator, 4 if precision == "tf32" else 8)
-        tensors = operands(case, dtype, layout)
-        geometry = {name: case[name] for name in GEOMETRY}
-        output = eager(*tensors, **geometry)
-        grad = output_gradient(case["grad"], output)
-        keywords = geometry
+        hold_against_fp64(kernel, random_problem(generator, channels), layout)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_random_problems_of_odd_channels(kernel, layout, gradients_of):
+    gradients_of(kernel)
+    generator = random.Random(kernel.name + layout + "odd")
+    torch.manual_seed(0)
+    for _ in range(ODD_RANDOM_PROBLEMS):
+        hold_against_fp64(kernel, random_problem(generator, list(ODD_CHANNELS)), layout)
+
+
+def chosen_gradients(tensors: list[torch.Tensor], geometry: dict[str, Any]) -> dict[str, str]:
+    """Which kernel computes which part of the backward pass."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    _, explanation = explained(lambda: conv_transpose_act_norm(*leaves, **geometry), gradients=True)
+    return {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize(
+    ("channels", "out", "spatial", "geometry"),
+    [
+        (3, 16, (5, 18, 20), {"kernel": (3, 3, 3), "stride": [2, 2, 2], "padding": [1, 1, 1]}),
+        (512, 17, (14, 14), {"kernel": (4, 4), "stride": [2, 2], "padding": [1, 1]}),
+        (64, 3, (30, 37), {"kernel": (4, 4), "stride": [2, 2], "padding": [1, 1]}),
+        (5, 31, (19, 45), {"kernel": (3, 3), "padding": [1, 1]}),
+        (31, 5, (300,), {"kernel": (8,), "stride": [4], "padding": [2]}),
+        (17, 40, (19, 23), {"kernel": (2, 2), "stride": [2, 2]}),
+        (1, 1, (64, 65), {"kernel": (5, 5), "stride": [2, 2], "padding": [2, 2]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_odd_channels(kernel, channels, out, spatial, geometry, layout, gradients_of):
+    gradients_of(kernel)
+    torch.manual_seed(0)
+    case = {
+        "batch": 3,
+        "channels": channels,
+        "out": out,
+        "spatial": spatial,
+        "draw": torch.randn,
+        **geometry,
+    }
+    keywords = {name: case[name] for name in GEOMETRY if name in case}
+    tensors = operands(case, DTYPES[kernel.precision], layout)
+    parts = chosen_gradients(tensors, keywords)
+    assert all(parts[part] == kernel.name for part in kernel.computes)
+    for kind in ("dense", "channels last"):
+        hold_against_fp64(kernel, {**case, "grad": kind}, layout)
+    grad = torch.randn_like(eager(*tensors, **keywords))
+    every = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
+    for name, expected in zip(NAMES, every, strict=True):
         poison()
-        actual = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
-        poison(32 << 20)
-        again = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
-        torchs = gradients(eager, tensors, grad, **keywords)
-        wide = [tensor.double() for tensor in tensors]
-        exact = gradients(eager, wide, grad.double(), **keywords)
-        rounded = exact
-        if precision == "tf32":
-            wide = [round_to_tf32(tensor).double() for tensor in tensors]
-            rounded = gradients(eager, wide, round_to_tf32(grad).double(), **keywords)
-        for name, a, b, t, r, e in zip(NAMES, actual, again, torchs, rounded, exact, strict=True):
-            assert torch.equal(a, b), (name, case)
-            if name == "input":
-                x = tensors[0]
-                assert layout_of(a.shape, a.stride()) == layout_of(x.shape, x.stride()), case
-            limit = max(relative_error(t, e), relative_error(r, e))
-            if name == "bias":
-                limit = 2 * relative_error(t, e)  # of a sum of many terms
-            error = relative_error(a, e)
-            assert error <= bound(limit, precision), (name, error, limit, case)
+        (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), **keywords)
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_padding_keeps_infinities_apart(kernel, gradients_of):
+    """An infinite channel of the output's gradient reaches its own weights alone."""
+    gradients_of(kernel)
+    case = {"batch": 2, "channels": 5, "out": 17, "spatial": (9, 11), "kernel": (2, 2)}
+    tensors = operands({**case, "draw": torch.rand}, DTYPES[kernel.precision], "nhwc")
+    geometry = {"stride": [2, 2]}  # no tap reads what lies outside
+    grad = torch.rand_like(eager(*tensors, **geometry))
+    grad[:, 16] = torch.inf
+    (weight,) = gradients(conv_transpose_act_norm, tensors, grad, ("weight",), **geometry)
+    assert weight[:, :16].isfinite().all()
+    assert not weight[:, 16].isfinite().any()
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

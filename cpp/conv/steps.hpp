@@ -1,7 +1,8 @@
 // Steps that several kinds of convolutions have. Config is one of theirs: it has a row with a name
 // and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter() and,
 // where its kernels take moments, merge_moments(); that of its problem, where it is not this one,
-// weight_of() and output_channels_of().
+// weight_of() and output_channels_of(). Where it declares kPadsChannels, pack_filter() fills what
+// the weight lacks of the config's channels with zeros.
 #pragma once
 
 #include <cstdint>
@@ -63,11 +64,21 @@ void expect(Config const& config, char const* what, T const& got, T const& expec
       detail::join(config.row->name, ": ", what, ": got ", got, ", expected ", expected));
 }
 
+// Whether the pixels of a config's tensors may have more channels than its weight: whole 16 bytes.
+template <class Config>
+inline constexpr bool kPadsChannels = requires { requires Config::kPadsChannels; };
+
 template <class Config>
 FilterSource const& matching(Config const& config, FilterSource const& source) {
   FilterSource const c = weight_of(config);
-  expect<Config, int64_t>(config, "input channels of the weight", source.c, c.c);
-  expect<Config, int64_t>(config, "output channels of the weight", source.k, c.k);
+  auto const expect_channels = [&](char const* what, int64_t got, int64_t expected) {
+    if constexpr (kPadsChannels<Config>) {
+      if (round_up(got, 16 / size_of(config.traits().dtype)) == expected) return;
+    }
+    expect<Config, int64_t>(config, what, got, expected);
+  };
+  expect_channels("input channels of the weight", source.c, c.c);
+  expect_channels("output channels of the weight", source.k, c.k);
   expect<Config, int64_t>(config, "taps along depth", source.t, c.t);
   expect<Config, int64_t>(config, "taps along height", source.r, c.r);
   expect<Config, int64_t>(config, "taps along width", source.s, c.s);

@@ -97,16 +97,23 @@ __global__ void __launch_bounds__(device::kTileThreads)
   }
 }
 
+// One thread for 16 bytes of a padded pixel, of which there are `total`.
 template <class T, bool kRound>
 __global__ void pad_channels(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
                              int64_t padded_channels, int64_t total) {
+  constexpr int kOut = 16 / sizeof(T);
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  int64_t const pixel_packs = padded_channels / kOut;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += stride) {
-    int64_t const row = i / padded_channels;
-    int64_t const channel = i - row * padded_channels;
-    T value = T(0.0f);
-    if (channel < channels) value = rounded<T, kRound>(input[row * channels + channel]);
-    output[i] = value;
+    int64_t const row = i / pixel_packs;
+    int64_t const channel = (i - row * pixel_packs) * kOut;
+    T const* const source = input + row * channels + channel;
+    Pack<T, kOut> pack;  // zeros
+#pragma unroll
+    for (int c = 0; c < kOut; ++c) {
+      if (channel + c < channels) pack.values[c] = rounded<T, kRound>(source[c]);
+    }
+    pack.store(output + i * kOut);
   }
 }
 
@@ -147,7 +154,7 @@ void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, vo
   auto const* source = static_cast<T const*>(input);
   auto* target = static_cast<T*>(output);
   if (p.source == Layout::kChannelsLast) {
-    int64_t const total = p.batch * p.pixels * p.padded_channels;
+    int64_t const total = p.batch * p.pixels * p.padded_channels / (16 / int(sizeof(T)));
     int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 1 << 16));
     pad_channels<T, kRound>
         <<<blocks, 256, 0, stream>>>(source, target, p.channels, p.padded_channels, total);

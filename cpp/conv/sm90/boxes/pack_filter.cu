@@ -22,7 +22,8 @@ struct TapPlace {
 
 struct PackParams {
   FilterSource source;
-  int taps, channels, output_channels, padded_channels;  // padded: output channels
+  // channels, output_channels: the source's; padded: output channels of all blocks.
+  int taps, channels, output_channels, padded_channels;
   int segment, channel_blocks, chunks;
   int first_row[kMostPhases], rows[kMostPhases];  // by set
   TapPlace places[kMostFilterTaps];
@@ -119,8 +120,8 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   PackParams p{};
   p.source = source;
   p.taps = int(source.t * source.r * source.s);
-  p.channels = config.problem.channels;
-  p.output_channels = config.problem.output_channels;
+  p.channels = int(source.c);
+  p.output_channels = int(source.k);
   p.padded_channels = s.segment * s.channel_blocks;
   p.segment = s.segment;
   p.channel_blocks = s.channel_blocks;

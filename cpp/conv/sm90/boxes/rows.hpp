@@ -54,7 +54,7 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
-  static constexpr bool kScales = true;  // see conv/steps.hpp
+  static constexpr bool kScales = true, kPadsChannels = true;  // see conv/steps.hpp
 
   Row const* row;  // of rows()
   Problem problem;

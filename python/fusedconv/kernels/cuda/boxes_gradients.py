@@ -4,8 +4,8 @@ The input's gradient gathers: it is an ordinary convolution of the output's grad
 transposed one's stride, computed by the rows of ``boxes_sm90``; each tap reads the pixels of one
 phase of the stride. The weight's gradient multiplies boxes of the input by the same boxes of the
 output's gradient, summed over positions; in TF32 the input is packed first. Both read and write
-channels last; tensors in NCHW are transposed in front and behind. Nothing is padded or split into
-planes.
+channels last, pixels of whole 16 bytes: tensors in NCHW, and those of other channels, are
+transposed and padded with zeros in front, and cut behind. Nothing is split into planes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
@@ -37,7 +39,11 @@ from fusedconv.kernels.cuda.program import (
     supports_device,
     supports_only,
 )
-from fusedconv.kernels.cuda.transposing import transposed_to_channels_last
+from fusedconv.kernels.cuda.transposing import (
+    has_whole_vectors,
+    transposed_to_channels_last,
+    whole_channels,
+)
 from fusedconv.layout import LINE_BYTES, dense, dense_strides, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
@@ -74,7 +80,7 @@ class CostConstants:
     packed: float
     #: All of it where bytes bound it, likewise.
     moved: float
-    #: Passes that transpose a tensor from one layout to the other, over their time at copy rate.
+    #: Passes that transpose, pad or cut a tensor, over their time at copy rate.
     transposed: float
 
 
@@ -97,12 +103,13 @@ PRODUCTS_PER_CYCLE = 2048
 
 
 def gathering_problem(
-    conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool
+    conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool, dtype: torch.dtype
 ) -> _C.TransposedProblem:
-    """The ordinary convolution that takes the output's gradient to the input's, channels last."""
+    """The ordinary convolution that takes the output's gradient to the input's, channels last,
+    pixels padded to whole 16 bytes."""
     return _C.TransposedProblem(
-        channels=conv.out_channels // conv.groups,
-        output_channels=conv.in_channels // conv.groups,
+        channels=whole_channels(conv.out_channels // conv.groups, dtype),
+        output_channels=whole_channels(conv.in_channels // conv.groups, dtype),
         groups=conv.groups,
         input=by_axis(conv.output_spatial(spatial)),
         output=by_axis(spatial),
@@ -117,12 +124,17 @@ def gathering_problem(
 
 @functools.lru_cache(maxsize=4096)
 def _input_config(
-    row: int, conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool, device: Device
+    row: int,
+    conv: ConvTransposeGeometry,
+    spatial: tuple[int, ...],
+    aligned: bool,
+    dtype: torch.dtype,
+    device: Device,
 ) -> Any:
     room = _C.sm90.boxes
     return room.Config(
         room.rows()[row],
-        problem=gathering_problem(conv, spatial, aligned),
+        problem=gathering_problem(conv, spatial, aligned, dtype),
         device=device.compiled,
         gathers=True,
     )
@@ -134,29 +146,39 @@ def _weight_config(
     conv: ConvTransposeGeometry,
     spatial: tuple[int, ...],
     aligned: bool,
+    dtype: torch.dtype,
     batch: int,
     device: Device,
 ) -> Any:
     room = _C.sm90.boxes.weight
     return room.Config(
         room.rows()[row],
-        problem=gathering_problem(conv, spatial, aligned),
+        problem=gathering_problem(conv, spatial, aligned, dtype),
         batch=batch,
         device=device.compiled,
     )
 
 
-def _transposes_grad(problem: BackwardProblem) -> bool:
-    return grad_layout(problem) != "nhwc"
+def _rewrites_grad(problem: BackwardProblem) -> bool:
+    """Whether the output's gradient is transposed or padded first."""
+    forward = problem.forward
+    whole = has_whole_vectors(forward.output_channels, forward.dtype)
+    return grad_layout(problem) != "nhwc" or not whole
 
 
-def _transposes_input(forward: ForwardProblem) -> bool:
-    return forward.layout != "nhwc"
+def _rewrites_input(forward: ForwardProblem) -> bool:
+    return forward.layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
 
 
-def _transposes_back(forward: ForwardProblem) -> bool:
-    """The input's gradient."""
-    return forward.output_layout != "nhwc"
+def _rewrites_back(forward: ForwardProblem) -> bool:
+    """Whether the input's gradient is transposed or cut behind."""
+    return forward.output_layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
+
+
+def _padded_elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of a tensor whose pixels are padded to whole 16 bytes."""
+    batch, channels, *spatial = shape
+    return math.prod((batch, whole_channels(channels, dtype), *spatial))
 
 
 def _quickest(
@@ -226,13 +248,11 @@ class BoxesGradients(BackwardKernel):
         """The config and row for the input's gradient: the quickest by its estimate."""
         forward = problem.forward
         assert forward.conv is not None
-        aligned = problem.aligned or _transposes_grad(problem)
+        aligned = problem.aligned or _rewrites_grad(problem)
+        served = forward.conv, forward.spatial, aligned, forward.dtype, device
         rows = _C.sm90.boxes.rows()
         return _quickest(
-            [
-                (_input_config(index, forward.conv, forward.spatial, aligned, device), rows[index])
-                for index in self._input_rows
-            ],
+            [(_input_config(index, *served), rows[index]) for index in self._input_rows],
             lambda config, row: self._input_cycles(config, row, forward, device, COSTS),
         )
 
@@ -252,8 +272,8 @@ class BoxesGradients(BackwardKernel):
         """The config and row for the weight's gradient, likewise."""
         forward = problem.forward
         assert forward.conv is not None
-        aligned = problem.aligned or _transposes_grad(problem)
-        served = forward.conv, forward.spatial, aligned, forward.batch, device
+        aligned = problem.aligned or _rewrites_grad(problem)
+        served = forward.conv, forward.spatial, aligned, forward.dtype, forward.batch, device
         rows = _C.sm90.boxes.weight.rows()
         return _quickest(
             [(_weight_config(index, *served), rows[index]) for index in self._weight_rows],
@@ -276,19 +296,22 @@ class BoxesGradients(BackwardKernel):
         """Milliseconds of a supported problem, were the constants these."""
         forward, wanted = problem.forward, problem.gradients
         size = forward.dtype.itemsize
-        moved = (forward.input_elements + forward.output_elements) * size
-        bytes_bound = costs.moved * device.copy_milliseconds(moved)
+        padded_input = _padded_elements(forward.input_shape, forward.dtype)
+        padded_output = _padded_elements(forward.output_shape, forward.dtype)
+        bytes_bound = costs.moved * device.copy_milliseconds((padded_input + padded_output) * size)
         total, launches = 0.0, 1  # of one plan, however many parts it computes
-        transposed = forward.output_elements if _transposes_grad(problem) else 0
-        launches += transposed > 0
+        rewritten = 0  # elements that are read and written
+        if _rewrites_grad(problem):
+            rewritten += forward.output_elements + padded_output
+            launches += 1
         if "input" in wanted:
             config, row = self._input(problem, device)
             cycles = self._input_cycles(config, row, forward, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
             launches += 2
-            if _transposes_back(forward):
-                transposed += forward.input_elements
+            if _rewrites_back(forward):
+                rewritten += forward.input_elements + padded_input
                 launches += 1
         if "weight" in wanted:
             config, row = self._weight(problem, device)
@@ -297,10 +320,10 @@ class BoxesGradients(BackwardKernel):
             total += costs.partials * device.copy_milliseconds(config.partial_bytes)
             total += costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
             launches += 2 + (config.packed_bytes > 0)
-            if _transposes_input(forward):
-                transposed += forward.input_elements
+            if _rewrites_input(forward):
+                rewritten += forward.input_elements + padded_input
                 launches += 1
-        total += costs.transposed * device.copy_milliseconds(2 * transposed * size)
+        total += costs.transposed * device.copy_milliseconds(rewritten * size)
         return total + launches * device.launch_milliseconds
 
     def compile(self, problem: BackwardProblem, device: Device) -> BoxesGradientsPlan:
@@ -319,13 +342,14 @@ class BoxesGradients(BackwardKernel):
         program = ForwardProgram(gathered, device)
         compiled = program.compiled
         grad = compiled.tensor(INPUT, forward.output_elements // forward.batch * size)
-        if _transposes_grad(problem):
+        if _rewrites_grad(problem):
             grad = transposed_to_channels_last(
                 program,
                 grad,
                 forward.output_channels,
                 forward.output_spatial,
                 "the output's gradient",
+                layout=result_layout(grad_layout(problem)),
             )
         if "input" in wanted:
             self._add_input_steps(program, problem, device, grad)
@@ -334,9 +358,14 @@ class BoxesGradients(BackwardKernel):
             room = _C.sm90.boxes.weight
             sample = forward.channels * math.prod(forward.spatial) * size
             given = compiled.tensor(CONV_INPUT, sample)
-            if _transposes_input(forward):
+            if _rewrites_input(forward):
                 given = transposed_to_channels_last(
-                    program, given, forward.channels, forward.spatial, "the input"
+                    program,
+                    given,
+                    forward.channels,
+                    forward.spatial,
+                    "the input",
+                    layout=forward.output_layout,
                 )
             if config.packed_bytes:
                 packed = program.scratch(0, config.packed_bytes)
@@ -373,8 +402,9 @@ class BoxesGradients(BackwardKernel):
             )
         )
         output = program.output
-        if _transposes_back(forward):
-            sample = forward.channels * math.prod(forward.spatial) * forward.dtype.itemsize
+        if _rewrites_back(forward):
+            channels = whole_channels(forward.channels, forward.dtype)
+            sample = channels * math.prod(forward.spatial) * forward.dtype.itemsize
             output = program.scratch(sample)
         program.compiled.per_chunk(
             room.Convolve(
@@ -388,12 +418,13 @@ class BoxesGradients(BackwardKernel):
                 partials=program.absent,
             )
         )
-        if _transposes_back(forward):
+        if _rewrites_back(forward):
+            verb = "cut" if forward.output_layout == "nhwc" else "transpose"
             program.transpose(
                 output,
                 program.output,
-                row_channels=forward.channels,
-                name="transpose the input's gradient",
+                row_channels=channels,
+                name=f"{verb} the input's gradient",
             )
 
 

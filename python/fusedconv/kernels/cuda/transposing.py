@@ -11,7 +11,7 @@ import torch
 from fusedconv import _C
 from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.program import ForwardProgram
-from fusedconv.layout import LINE_BYTES
+from fusedconv.layout import LINE_BYTES, line_pitch
 from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import ActNormAct
 
@@ -22,6 +22,11 @@ def has_whole_vectors(channels: int, dtype: torch.dtype) -> bool:
     """Whether a pixel's channels are whole 16 bytes, which both directions ask of channels last
     tensors; their addresses are multiples of that too."""
     return channels * dtype.itemsize % LINE_BYTES == 0
+
+
+def whole_channels(channels: int, dtype: torch.dtype) -> int:
+    """Of a pixel that is padded to whole 16 bytes."""
+    return line_pitch(channels, dtype)
 
 
 def transposed_to_channels_first(
@@ -55,11 +60,19 @@ def transposed_to_channels_first(
 
 
 def transposed_to_channels_last(
-    program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
+    program: ForwardProgram,
+    tensor: Any,
+    channels: int,
+    spatial: tuple[int, ...],
+    name: str,
+    *,
+    layout: str = "nchw",
 ) -> Any:
-    """Appends what transposes a dense NCHW tensor to channels last; where that lies."""
-    output = program.scratch(channels * math.prod(spatial) * program.problem.dtype.itemsize)
-    transpose_to_channels_last(program, tensor, output, channels, spatial, name)
+    """Appends what writes a dense tensor in a layout channels last, pixels padded with zeros to
+    whole 16 bytes; where that lies. The rest is as ``transpose_to_channels_last`` takes it."""
+    pixel_bytes = whole_channels(channels, program.problem.dtype) * program.problem.dtype.itemsize
+    output = program.scratch(math.prod(spatial) * pixel_bytes)
+    transpose_to_channels_last(program, tensor, output, channels, spatial, name, layout=layout)
     return output
 
 
@@ -70,19 +83,23 @@ def transpose_to_channels_last(
     channels: int,
     spatial: tuple[int, ...],
     name: str = "the input's gradient",
+    *,
+    layout: str = "nchw",
 ) -> None:
-    """Appends what transposes a dense NCHW tensor [batch, channels, *spatial] of the program's
-    dtype, ``name`` for a person, to channels last, in ``output``."""
+    """Appends what writes a dense tensor [batch, channels, *spatial] of the program's dtype,
+    ``name`` for a person, from a layout to channels last, pixels padded with zeros to whole 16
+    bytes, in ``output``."""
+    dtype = program.problem.dtype
     program.compiled.per_chunk(
         _C.layout.ToChannelsLast(
             channels=channels,
-            padded_channels=channels,
+            padded_channels=whole_channels(channels, dtype),
             pixels=math.prod(spatial),
-            source=_C.Layout.nchw,
-            dtype=COMPILED_DTYPES[program.problem.dtype],
+            source=_C.Layout[layout],
+            dtype=COMPILED_DTYPES[dtype],
             round_tf32=False,
             input=tensor,
             output=output,
-            name=f"transpose {name}",
+            name=f"{'pad' if layout == 'nhwc' else 'transpose'} {name}",
         )
     )

@@ -40,6 +40,8 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of a given batch on a device.
 struct Config {
+  static constexpr bool kPadsChannels = true;  // see conv/steps.hpp
+
   Row const* row;  // of rows()
   Problem problem;
   int64_t batch;

@@ -24,7 +24,7 @@ KERNELS = [
     (r"pack filter", ["pack_filter_kernel"]),
     (r"pack the input \(rounded to TF32\)", ["pack_input_kernel"]),
     (r"torch copy of ", ["elementwise_kernel"]),
-    (r"(input|transpose the .*) \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),
+    (r"(input|(transpose|pad) the .*) \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),
     (r"sm80_conv", [r"sm80::"]),
     (r"sm90_conv", [r"sm90::convolve"]),
     (r"sm90_taps_", [r"taps::sm90::convolve"]),

@@ -10,7 +10,7 @@ namespace fusedconv::conv::sm90::boxes::weight {
 
 // Adds each task's partial sums in a fixed order. target: the gradient's extents and strides, as
 // those of the weight: `c` its output channels, which the gradient's convolution reads, `k` its
-// input channels.
+// input channels. What the config has beyond these is left out.
 void add_partials(Config const& config, FilterSource const& target, float const* partials,
                   void* grad_weight, cudaStream_t stream);
 

@@ -3,12 +3,14 @@ arithmetic. No GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 
 import pytest
 import torch
+from problems import group_norm_stage
 from test_taps import H200, Sizes, element_bytes, random_sizes
 from test_taps_sm90 import phases_of
 
@@ -180,12 +182,49 @@ def test_an_epilogue_normalises_pixels_where_a_block_has_all_their_channels(out,
         kernel, out, norm=layer, activation="gelu", order="norm_act", save=save, bias=True
     )
     plan = kernel.compile(made, H200)
-    whole = out == 64 and not save
+    whole = out == 64
     assert len(plan.steps) == (2 if whole else 3)
-    assert plan.steps[1].endswith("normalize over channels + gelu") == whole
+    saved = "save + " if save else ""
+    assert plan.steps[1].endswith(f"{saved}normalize over channels + gelu") == whole
     # A pass that is left out costs nothing.
     beside = kernel.milliseconds_beside(made, H200, 1)
     assert (beside < 2 * H200.launch_milliseconds + 1e-9) == whole
+
+
+AFFINE = Norm(
+    kind="affine", num_groups=0, eps=1e-5, weight=True, bias=True, affine_dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize(
+    ("norm", "steps"),
+    [
+        (None, ["bias + save + relu"]),
+        (AFFINE, ["bias + save + affine + relu"]),
+        # Statistics are known behind the convolution only.
+        (group_norm_stage(8), ["bias", "moments (nhwc)", "normalize"]),
+    ],
+)
+def test_an_epilogue_stores_what_is_saved_beside_the_result(norm, steps):
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
+    made = upsampling(
+        kernel, 64, norm=norm, activation="relu", order="norm_act", save=True, bias=True
+    )
+    _, *own = kernel.compile(made, H200).steps
+    assert len(own) == len(steps)
+    assert own[0].endswith(f"(nhwc) + {steps[0]}")
+    unsaved = dataclasses.replace(made, save=False)
+    stores_more = "save + " in own[0]
+    assert (kernel.cost(made, H200) > kernel.cost(unsaved, H200)) == stores_more
+
+
+def test_an_output_in_another_layout_or_dtype_is_stored_by_a_pass():
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
+    made = upsampling(kernel, 64, activation="relu", save=True, bias=True)
+    for changes in ({"layout": "nchw"}, {"output_dtype": torch.float32}):
+        plan = kernel.compile(dataclasses.replace(made, **changes), H200)
+        assert not any("save +" in step for step in plan.steps)
+        assert len(plan.steps) > 2
 
 
 def test_channels_first_asks_for_lines_of_whole_16_bytes():

@@ -22,6 +22,7 @@ from reference import ACTIVATIONS, CONVOLUTIONS, LAYOUTS, ORDERS, relative_error
 from torch.nn import functional as F
 
 import fusedconv
+from fusedconv import ops
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
@@ -243,6 +244,47 @@ def test_an_affine_map_in_the_epilogue(given, layout, precision, force):
             norm_weight=scale, norm_bias=shift,
         )  # fmt: skip
     assert relative_error(actual, exact) <= limit_of(plain, tensors, exact, precision)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("norm", [None, "affine", "layer"])
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_an_epilogue_stores_what_is_saved_beside_the_result(kernel, norm, layout, force):
+    """The convolution's output has the bits that it has alone; the result is computed from it."""
+    row, precision = kernel.row, kernel.precision
+    stride = row.segments if row.segments > 1 else 2
+    if layout != ("nchw" if row.planes else "nhwc") or stride == 8:
+        pytest.skip("the row stores another layout, or has more phases than a layer here")
+    out = row.columns // row.segments
+    force(kernel.name)
+    x, weight, bias = layer(precision, layout, out=out, kernel=stride, spatial=(6, 16))
+    scale, shift = (torch.randn(out, device="cuda") for _ in range(2))
+
+    def rest(y, scale, shift):
+        y = y.movedim(1, -1)
+        if norm == "layer":
+            y = F.layer_norm(y.to(scale.dtype), (out,), scale, shift, 1e-6)
+        elif norm == "affine":
+            y = y * scale + shift
+        return F.gelu(y.movedim(-1, 1))
+
+    geometry = (stride, stride), (0, 0), (0, 0), (1, 1), 1
+    affine = (None, None) if norm is None else (scale, shift)
+    call = ops.ConvCall(
+        x, weight, bias, *geometry, "gelu", "norm_act", 0, *affine, 1e-6, None, None, norm
+    )
+    alone = call.convolution()
+    bare = ops.conv_plan(alone, False).run(*alone.tensors).output
+    plan = ops.conv_plan(call, True)
+    assert any("save + " in step for step in plan.steps)
+    for _ in range(3):
+        poison()
+        found = plan.run(*call.tensors)
+        assert torch.equal(found.conv_output, bare)
+        exact = rest(bare.double(), scale.double(), shift.double())
+        eager = rest(bare, scale, shift).to(bare.dtype)
+        limit = bound(relative_error(eager, exact), precision)
+        assert relative_error(found.output, exact) <= limit
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

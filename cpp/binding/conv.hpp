@@ -15,21 +15,25 @@ auto scheduled(T Schedule::* field) {
 }
 
 // What callers ask of a room beside: scales, whether it takes a scale and shift of each channel,
-// and takes_moments, whether it takes moments of what it activates.
+// takes_moments, whether it takes moments of what it activates, and saves, whether it stores the
+// biased sum beside the output.
 template <class Config>
 void bind_convolve(py::module_& m) {
   using Convolve = conv::Convolve<Config>;
   m.attr("scales") = conv::kScales<Config>;
   m.attr("takes_moments") = conv::kTakesMoments<Config>;
+  m.attr("saves") = conv::kSaves<Config>;
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve",
       "Convolution, bias, scale and shift, activation, and partial moments of activated values.")
       .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand,
-                    Operand, Operand>(),
+                    Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
            py::arg("partials"), py::arg("scale") = Operand(), py::arg("shift") = Operand(),
-           "scale, shift: float32 of each channel behind the bias, where the config has them.");
+           py::arg("saved") = Operand(),
+           "scale, shift: float32 of each channel behind the bias, where the config has them. "
+           "saved: the biased sum beside the output, likewise.");
 }
 
 template <class Config>

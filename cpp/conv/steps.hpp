@@ -129,6 +129,10 @@ class PackFilter final : public Step {
 template <class Config>
 inline constexpr bool kScales = requires { requires Config::kScales; };
 
+// Whether they have a place for the biased sum beside the output.
+template <class Config>
+inline constexpr bool kSaves = requires { requires Config::kSaves; };
+
 // Declared for its return type.
 template <class Arguments>
 Arguments arguments_of(void (*launch)(Arguments const&, cudaStream_t));
@@ -143,15 +147,18 @@ inline constexpr bool kTakesMoments = requires(ArgumentsOf<Config> arguments) {
   arguments.activates_output;
 };
 
+// What a step's line says where it stores the biased sum too.
+inline constexpr char const* kSavesSum = "save";
+
 // Convolution, bias, scale and shift of each channel, activation, and by tile and channel the
-// moments of activated values. Without activates_output it is stored before the activation. bias,
-// partials, scale and shift may be absent.
+// moments of activated values. Without activates_output it is stored before the activation; what is
+// `saved` is the biased sum. bias, partials, scale, shift and saved may be absent.
 template <class Config>
 class Convolve final : public Step {
  public:
   Convolve(Config const& config, Activation activation, bool activates_output, Operand input,
            Operand filter, Operand bias, Operand output, Operand partials, Operand scale,
-           Operand shift)
+           Operand shift, Operand saved)
       : config_(served(config)),
         activation_(activation),
         activates_output_(activates_output),
@@ -161,7 +168,9 @@ class Convolve final : public Step {
         output_(output),
         partials_(partials),
         scale_(scale),
-        shift_(shift) {
+        shift_(shift),
+        saved_(saved) {
+    expect(config, "saved", saved.present(), saved.present() && kSaves<Config>);
     bool const scales = scale.present() || shift.present();
     expect(config, "scale and shift", scales, scales && kScales<Config>);
     if constexpr (!kTakesMoments<Config>) {
@@ -173,12 +182,13 @@ class Convolve final : public Step {
   std::string describe() const override {
     bool const scales = scale_.present() || shift_.present();
     return groupnorm::join_parts(
-        " + ", {detail::join(config_.row->name, " (", config_.reads(), ")"),
-                bias_.present() ? "bias" : "", scales ? "affine" : "",
-                groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
+        " + ",
+        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
+         saved_.present() ? kSavesSum : "", scales ? "affine" : "",
+         groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
   }
   std::vector<Operand> operands() const override {
-    return {input_, filter_, bias_, output_, partials_, scale_, shift_};
+    return {input_, filter_, bias_, output_, partials_, scale_, shift_, saved_};
   }
   void run(RunContext const& context, void*) const override {
     ArgumentsOf<Config> arguments{.config = config_,
@@ -196,6 +206,7 @@ class Convolve final : public Step {
       arguments.scale = context.at<float>(scale_);
       arguments.shift = context.at<float>(shift_);
     }
+    if constexpr (kSaves<Config>) arguments.saved = context.at(saved_);
     config_.row->launch(arguments, context.stream);
   }
 
@@ -203,7 +214,7 @@ class Convolve final : public Step {
   Config config_;
   Activation activation_;
   bool activates_output_;
-  Operand input_, filter_, bias_, output_, partials_, scale_, shift_;
+  Operand input_, filter_, bias_, output_, partials_, scale_, shift_, saved_;
 };
 
 // problem.batch is the run's. mean and rstd may be absent.

@@ -14,11 +14,12 @@
 namespace fusedconv::conv::sm90::boxes {
 
 // For boxes of a slab and a chunk of channels. Of a convolution that scatters: of the input whole;
-// of the output channels last by phases' pixels, channels first by sets'. Of one that gathers: of
-// the output whole and of the input by sources.
+// of the output, and of what is saved, channels last by phases' pixels, channels first by sets'. Of
+// one that gathers: of the output whole and of the input by sources.
 struct Maps {
   CUtensorMap whole;
   CUtensorMap parts[kMostPhases];
+  CUtensorMap saved[kMostPhases];
 };
 
 struct Barriers {

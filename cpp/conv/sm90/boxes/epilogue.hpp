@@ -65,19 +65,26 @@ __device__ __forceinline__ void finish_copies(Consumer const& self) {
   self.sync();
 }
 
+// Which of a convolution's results an epilogue computes: what is saved for the backward pass, the
+// biased sum; the output, from sums or from what is saved of them.
+enum class Result { kSaved, kOutput };
+
+// Adds the bias unless it has been added, and scales and shifts the output.
 template <class Traits>
 __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& block,
-                                                Consumer const& self, float2* linear,
+                                                Consumer const& self, Result result, float2* linear,
                                                 Sums<Traits>& sums) {
   using T = typename Traits::Element;
+  bool const biases = p.bias != nullptr && (result == Result::kSaved || !p.saves);
+  bool const scales = p.scale != nullptr && result == Result::kOutput;
+  bool const shifts = p.shift != nullptr && result == Result::kOutput;
   finish_copies(self);
   for (int i = self.thread; i < Traits::kColumns; i += kWarpgroupThreads) {
     ColumnPlace const at(p, block, i);
-    float const bias = p.bias != nullptr && at.present
-                           ? device::to_float(static_cast<T const*>(p.bias)[at.channel])
-                           : 0.0f;
-    float const scale = p.scale != nullptr && at.present ? p.scale[at.channel] : 1.0f;
-    float const shift = p.shift != nullptr && at.present ? p.shift[at.channel] : 0.0f;
+    float const bias =
+        biases && at.present ? device::to_float(static_cast<T const*>(p.bias)[at.channel]) : 0.0f;
+    float const scale = scales && at.present ? p.scale[at.channel] : 1.0f;
+    float const shift = shifts && at.present ? p.shift[at.channel] : 0.0f;
     linear[i] = {scale, fmaf(bias, scale, shift)};
   }
   self.sync();
@@ -204,13 +211,15 @@ __device__ __forceinline__ void stage_pixels(Params const& p, Consumer const& se
 
 // The copies of a portion of columns, by one thread.
 template <class Traits>
-__device__ __forceinline__ void store_pixels(Params const& p, Maps const& maps, Block const& block,
-                                             Slab const& slab, int portion,
+__device__ __forceinline__ void store_pixels(Params const& p, Maps const& maps, Result result,
+                                             Block const& block, Slab const& slab, int portion,
                                              unsigned char const* staged) {
   for (int column = 0; column < Traits::kPortion; column += 1 << p.store_shift) {
     ColumnPlace const at(p, block, portion * Traits::kPortion + column);
     if (!at.present) continue;
-    cute::SM90_TMA_STORE_5D::copy(p.gathers ? &maps.whole : &maps.parts[at.phase],
+    CUtensorMap const* const phase =
+        result == Result::kSaved ? &maps.saved[at.phase] : &maps.parts[at.phase];
+    cute::SM90_TMA_STORE_5D::copy(p.gathers ? &maps.whole : phase,
                                   staged + column * kSlab * Traits::kElementBytes, at.channel,
                                   slab.origin[2], slab.origin[1], slab.origin[0], slab.sample);
   }
@@ -257,23 +266,24 @@ __device__ __forceinline__ void stage_planes(Params const& p, Consumer const& se
 }
 
 template <class Traits>
-__device__ __forceinline__ void store_planes(Params const& p, Maps const& maps, Block const& block,
-                                             Slab const& slab, int portion,
+__device__ __forceinline__ void store_planes(Params const& p, Maps const& maps, Result result,
+                                             Block const& block, Slab const& slab, int portion,
                                              unsigned char const* staged) {
   constexpr int kChannels = Traits::kPortion / Traits::kSegments;
   int const channel = block.channel + portion * kChannels;
   if (channel >= p.output_channels) return;
   int const pieces = p.box[2] >> p.piece_shift;
+  CUtensorMap const* const set =
+      result == Result::kSaved ? &maps.saved[block.set] : &maps.parts[block.set];
   for (int piece = 0; piece < pieces; ++piece) {
-    cute::SM90_TMA_STORE_5D::copy(&maps.parts[block.set],
-                                  staged + piece * (Memory::kPortionBytes / pieces),
+    cute::SM90_TMA_STORE_5D::copy(set, staged + piece * (Memory::kPortionBytes / pieces),
                                   (slab.origin[2] + (piece << p.piece_shift)) * Traits::kSegments,
                                   slab.origin[1], slab.origin[0], channel, slab.sample);
   }
 }
 
 template <class Traits, bool kChannelsLast, int kPortionIndex = 0>
-__device__ __forceinline__ void store_portions(Params const& p, Maps const& maps,
+__device__ __forceinline__ void store_portions(Params const& p, Maps const& maps, Result result,
                                                Block const& block, Slab const& slab,
                                                Consumer const& self, Sums<Traits>& sums,
                                                unsigned char* staged) {
@@ -291,28 +301,28 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
     self.sync();
     if (self.thread == 0) {
       if constexpr (kChannelsLast) {
-        store_pixels<Traits>(p, maps, block, slab, kPortionIndex, own);
+        store_pixels<Traits>(p, maps, result, block, slab, kPortionIndex, own);
       } else {
-        store_planes<Traits>(p, maps, block, slab, kPortionIndex, own);
+        store_planes<Traits>(p, maps, result, block, slab, kPortionIndex, own);
       }
       device::commit_stores();
     }
-    store_portions<Traits, kChannelsLast, kPortionIndex + 1>(p, maps, block, slab, self, sums,
-                                                             staged);
+    store_portions<Traits, kChannelsLast, kPortionIndex + 1>(p, maps, result, block, slab, self,
+                                                             sums, staged);
   }
 }
 
 template <class Traits>
-__device__ __forceinline__ void store(Params const& p, Maps const& maps, Block const& block,
-                                      Slab const& slab, Consumer const& self, Sums<Traits>& sums,
-                                      unsigned char* staged) {
+__device__ __forceinline__ void store(Params const& p, Maps const& maps, Result result,
+                                      Block const& block, Slab const& slab, Consumer const& self,
+                                      Sums<Traits>& sums, unsigned char* staged) {
   if constexpr (Traits::kSegments > 1) {
     if (Traits::kPlanes || !p.channels_last) {
-      return store_portions<Traits, false>(p, maps, block, slab, self, sums, staged);
+      return store_portions<Traits, false>(p, maps, result, block, slab, self, sums, staged);
     }
   }
   if constexpr (!Traits::kPlanes) {
-    store_portions<Traits, true>(p, maps, block, slab, self, sums, staged);
+    store_portions<Traits, true>(p, maps, result, block, slab, self, sums, staged);
   }
 }
 

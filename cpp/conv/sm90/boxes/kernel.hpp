@@ -98,15 +98,24 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
 
     Slab const slab(p, item.tile * kConsumers + self.index);
     if (!slab.present) continue;
-    scale_and_shift<Traits>(p, block, self, reinterpret_cast<float2*>(staged), sums);
-    if constexpr (kNormalizes) {
-      normalize_pixels<Traits>(p, block, self, reinterpret_cast<float2*>(staged), sums);
+    // In a loop, so that the code is there once.
+#pragma unroll 1
+    for (Result result = p.saves ? Result::kSaved : Result::kOutput;; result = Result::kOutput) {
+      auto* const by_column = reinterpret_cast<float2*>(staged);
+      scale_and_shift<Traits>(p, block, self, result, by_column, sums);
+      if (result == Result::kSaved) {
+        for_each_sum<Traits>(
+            sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });
+      } else {
+        if constexpr (kNormalizes) normalize_pixels<Traits>(p, block, self, by_column, sums);
+        dispatch_activation(p.activation, [&](auto form) {
+          for_each_sum<Traits>(sums,
+                               [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
+        });
+      }
+      store<Traits>(p, maps, result, block, slab, self, sums, staged);
+      if (result == Result::kOutput) break;
     }
-    dispatch_activation(p.activation, [&](auto form) {
-      for_each_sum<Traits>(sums,
-                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
-    });
-    store<Traits>(p, maps, block, slab, self, sums, staged);
   }
 }
 

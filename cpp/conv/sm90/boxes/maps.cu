@@ -29,33 +29,14 @@ MapAxes plane_axes(MapAxes axes, Slabs const& slabs, int element_bytes) {
   return axes;
 }
 
-}  // namespace
-
-Maps maps_of(Arguments const& a, Slabs const& slabs) {
+// Of what is stored at `base`, by phases or sets; one where the convolution gathers.
+void store_maps(Arguments const& a, Slabs const& slabs, void* base, CUtensorMap* maps) {
   Config const& config = a.config;
   Problem const& c = config.problem;
   Schedule const& s = config.schedule;
   int const element = config.traits().element_bytes();
   auto const box = box_of(slabs);
   bool const gathers = s.direction == Direction::kGathers;
-  bool const planes = config.row->shape.planes;
-  auto const encode = [&](Math math, void const* base, MapAxes const& axes) {
-    return encoded(config, a.batch, math, base, axes);
-  };
-
-  Maps maps;
-  MapAxes input = dense_axes(planes ? Layout::kChannelsFirst : Layout::kChannelsLast, c.channels,
-                             input_pixels(c), a.batch, element);
-  input = planes ? plane_axes(input, slabs, element) : chunk_axes(input, slabs, element);
-  if (gathers) {
-    for_each_source(c, s, input, a.input,
-                    [&](std::size_t i, void const* base, MapAxes const& axes) {
-                      maps.parts[i] = encode(config.row->math, base, axes);
-                    });
-  } else {
-    maps.whole = encode(config.row->math, a.input, input);
-  }
-
   // What is stored is rounded no further.
   Math const stored = config.traits().dtype == DType::kFloat32 ? Math::kF32 : config.row->math;
   bool const last = s.layout == Layout::kChannelsLast;
@@ -88,9 +69,38 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
                   cuuint32_t(s.store_columns), box[3]};
     }
     axes.swizzle = swizzle_of(int(axes.box[0]) * element);
-    CUtensorMap& map = gathers ? maps.whole : maps.parts[i];
-    map = encode(stored, static_cast<unsigned char*>(a.output) + offset, axes);
+    maps[i] = encoded(config, a.batch, stored, static_cast<unsigned char*>(base) + offset, axes);
   }
+}
+
+}  // namespace
+
+Maps maps_of(Arguments const& a, Slabs const& slabs) {
+  Config const& config = a.config;
+  Problem const& c = config.problem;
+  Schedule const& s = config.schedule;
+  int const element = config.traits().element_bytes();
+  bool const gathers = s.direction == Direction::kGathers;
+  bool const planes = config.row->shape.planes;
+  auto const encode = [&](Math math, void const* base, MapAxes const& axes) {
+    return encoded(config, a.batch, math, base, axes);
+  };
+
+  Maps maps;
+  MapAxes input = dense_axes(planes ? Layout::kChannelsFirst : Layout::kChannelsLast, c.channels,
+                             input_pixels(c), a.batch, element);
+  input = planes ? plane_axes(input, slabs, element) : chunk_axes(input, slabs, element);
+  if (gathers) {
+    for_each_source(c, s, input, a.input,
+                    [&](std::size_t i, void const* base, MapAxes const& axes) {
+                      maps.parts[i] = encode(config.row->math, base, axes);
+                    });
+  } else {
+    maps.whole = encode(config.row->math, a.input, input);
+  }
+
+  store_maps(a, slabs, a.output, gathers ? &maps.whole : maps.parts);
+  if (a.saved != nullptr) store_maps(a, slabs, a.saved, maps.saved);
   return maps;
 }
 

@@ -18,7 +18,7 @@ struct Params {
   float const* scale;
   float const* shift;
   PixelNorm norm;
-  bool channels_last, gathers;
+  bool channels_last, gathers, saves;
   Activation activation;
   int output_channels;
   int tile_count, slab_count, blocks;
@@ -94,6 +94,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.gathers = s.direction == Direction::kGathers;
+  p.saves = a.saved != nullptr;
   p.output_channels = config.problem.output_channels;
   FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,
                   ": slabs by blocks of columns: got ", slabs.all() * s.blocks,

@@ -33,6 +33,7 @@ struct Arguments {
   float const* scale = nullptr;  // [K], or null: times the biased sum
   float const* shift = nullptr;  // [K], or null: added to that
   void* output = nullptr;        // in the problem's layout
+  void* saved = nullptr;         // as output, or null: the biased sum, which the rest then reads
   PixelNorm const* norm = nullptr;
 };
 
@@ -54,7 +55,7 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
-  static constexpr bool kScales = true, kPadsChannels = true;  // see conv/steps.hpp
+  static constexpr bool kScales = true, kPadsChannels = true, kSaves = true;  // see conv/steps.hpp
 
   Row const* row;  // of rows()
   Problem problem;

@@ -79,8 +79,11 @@ COSTS = CostConstants(
 )
 
 
-def tile_cycles(row: Any, config: Any, layout: str, size: int, costs: CostConstants) -> float:
-    """Of a pair of boxes and all columns; ``layout`` is the output's, ``size`` an element's."""
+def tile_cycles(
+    row: Any, config: Any, layout: str, size: int, costs: CostConstants, stored: int = 1
+) -> float:
+    """Of a pair of boxes and all columns, each ``stored`` so many times; ``layout`` is the
+    output's, ``size`` an element's."""
     steps = 0.0
     for mask in config.masks:
         own = row.columns
@@ -92,7 +95,7 @@ def tile_cycles(row: Any, config: Any, layout: str, size: int, costs: CostConsta
         steps += costs.step
     column = costs.column[layout, size]
     products: float = steps * config.channel_blocks * config.chunks
-    return products + config.blocks * (row.columns * column + costs.block)
+    return products + config.blocks * (row.columns * column * stored + costs.block)
 
 
 def launch_cycles(
@@ -159,21 +162,46 @@ class BoxesSm90(TapsRow):
             and form.norm is not None
             and form.norm.kind == "layer"
             and form.before == "identity"
-            and not problem.saves_conv_output
+            and (self._stores_apart(problem) or not problem.saves_conv_output)
             and not goes_through_scratch(problem)
             and bool(self.config(problem, device).holds_pixels)
         )
 
+    def _stores_apart(self, problem: ForwardProblem) -> bool:
+        """Whether an epilogue can store the convolution's output that is saved and what becomes of
+        it: of the same layout and dtype."""
+        return (
+            problem.saves_conv_output
+            and problem.output_dtype == problem.dtype
+            and not self._transposes_output(problem)
+        )
+
+    def _saves_apart(self, problem: ForwardProblem, device: Device) -> bool:
+        """Whether the convolution's epilogue stores what is saved and the result."""
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        if isinstance(form, Support) or not self._stores_apart(problem):
+            return False
+        if form.norm is None:
+            return form.after == "identity"
+        return form.norm.kind == "affine" or self._normalises(problem, device)
+
     def passes(self, problem: ForwardProblem, device: Device) -> int:
-        return 0 if self._normalises(problem, device) else super().passes(problem, device)
+        if self._normalises(problem, device) or self._saves_apart(problem, device):
+            return 0
+        return super().passes(problem, device)
 
     def convolve(
-        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+        self,
+        program: ForwardProgram,
+        config: Any,
+        output: Any,
+        filter: Any | None = None,
+        saved: Any | None = None,
     ) -> Any:
         if self._transposes_input(program.problem):
             program.input = program.channels_last_input()
         if not self._normalises(program.problem, program.device):
-            return super().convolve(program, config, output, filter)
+            return super().convolve(program, config, output, filter, saved)
         program.compiled.per_chunk(
             self.room.ConvolveNormalizing(
                 config,
@@ -184,15 +212,19 @@ class BoxesSm90(TapsRow):
                 weight=program.norm_weight,
                 norm_bias=program.norm_bias,
                 output=output,
+                saved=program.absent if saved is None else saved,
             )
         )
         return program.absent
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
-        if not self._transposes_output(problem):
-            return super().compile(problem, device)
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
+        if self._saves_apart(problem, device):
+            self.convolve(program, config, program.output, saved=program.conv_output)
+            return program.plan(self.name)
+        if not self._transposes_output(problem):
+            return super().compile(problem, device)
         output = program.scratch(problem.output_elements // problem.batch * problem.dtype.itemsize)
         program.conv_layout = "nhwc"
         partials = self.convolve(program, config, output)
@@ -211,13 +243,15 @@ class BoxesSm90(TapsRow):
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
         size = problem.dtype.itemsize
-        tile = tile_cycles(self.row, config, self._conv_layout(problem), size, costs)
+        stored = 1 + self._saves_apart(problem, device)
+        layout = self._conv_layout(problem)
+        tile = tile_cycles(self.row, config, layout, size, costs, stored)
         chunk = self.chunk(problem, config)
         cycles = sum(
             launches * launch_cycles(tile, config, samples, device, costs)
             for samples, launches in launched_chunks(problem.batch, chunk)
         )
-        moved = (problem.input_elements + problem.output_elements) * size
+        moved = (problem.input_elements + stored * problem.output_elements) * size
         bytes_bound = device.copy_milliseconds(moved) * costs.moved
         milliseconds = max(cycles * 1e3 / device.clock_hertz, bytes_bound)
         packed = config.filter_bytes / size * costs.pack * 1e3

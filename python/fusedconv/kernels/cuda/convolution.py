@@ -128,21 +128,29 @@ class ConvolutionRow(ForwardKernel):
         return filter
 
     def convolve(
-        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+        self,
+        program: ForwardProgram,
+        config: Any,
+        output: Any,
+        filter: Any | None = None,
+        saved: Any | None = None,
     ) -> Any:
         """Appends the steps that pack the weight, unless a packed ``filter`` is given, and convolve
-        into ``output``: activated, or where the problem saves, before the activation; where partial
-        moments of activated values lie."""
+        into ``output``: activated, or where the problem saves, before the activation, unless that
+        goes to ``saved``; where partial moments of activated values lie."""
         if filter is None:
             filter = self.pack_filter(program, config)
         partials = program.absent
         if program.groups and self.takes_moments:
             partials = program.scratch(config.partial_bytes_per_sample)
-        activates = self.takes_moments or not program.problem.saves_conv_output
-        activation, affine = program.form.before if activates else "identity", {}
-        if scales_in_epilogue(program.problem):
+        saves_apart = saved is not None
+        activates = self.takes_moments or saves_apart or not program.problem.saves_conv_output
+        activation, beside = program.form.before if activates else "identity", {}
+        if scales_in_epilogue(program.problem, saves_apart):
             activation = program.form.after
-            affine = {"scale": program.norm_weight, "shift": program.norm_bias}
+            beside = {"scale": program.norm_weight, "shift": program.norm_bias}
+        if saves_apart:
+            beside["saved"] = saved
         program.compiled.per_chunk(
             self.room.Convolve(
                 config,
@@ -153,7 +161,7 @@ class ConvolutionRow(ForwardKernel):
                 bias=program.bias,
                 output=output,
                 partials=partials,
-                **affine,
+                **beside,
             )
         )
         return partials
@@ -299,11 +307,12 @@ def supports_affine(problem: ForwardProblem) -> Support:
     return Support.yes()
 
 
-def scales_in_epilogue(problem: ForwardProblem) -> bool:
-    """Whether the convolution's epilogue has the problem's affine map: not where the convolution's
-    output is saved."""
+def scales_in_epilogue(problem: ForwardProblem, saves_apart: bool = False) -> bool:
+    """Whether the convolution's epilogue has the problem's affine map: not where what it stores is
+    the convolution's output that is saved, unless it ``saves_apart``."""
     form = act_norm_act(problem.epilogue, frozenset(KINDS))
-    return not problem.saves_conv_output and isinstance(form, ActNormAct) and _is_affine(form)
+    stores_result = saves_apart or not problem.saves_conv_output
+    return stores_result and isinstance(form, ActNormAct) and _is_affine(form)
 
 
 def _is_affine(form: ActNormAct) -> bool:

@@ -174,12 +174,17 @@ class InterleavingRunsSm90(RunsSm90):
         )
 
     def convolve(
-        self, program: ForwardProgram, config: Any, output: Any, filter: Any | None = None
+        self,
+        program: ForwardProgram,
+        config: Any,
+        output: Any,
+        filter: Any | None = None,
+        saved: Any | None = None,
     ) -> Any:
         problem = program.problem
         if _pads(problem):
             program.input = program.padded_input(program.input, problem.channels, problem.spatial)
-        return super().convolve(program, config, output, filter)
+        return super().convolve(program, config, output, filter, saved)
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds of a supported problem."""

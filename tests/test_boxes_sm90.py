@@ -124,8 +124,7 @@ def test_shared_memory_holds_the_ring(kernel):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"channels": 12}, "a pixel of 12 channels"),
-        ({"out": 12}, "a pixel of 12 channels"),
+        ({"channels": 12, "groups": 2, "out": 16}, "it has 2 groups"),
         ({"groups": 2}, "it has 2 groups"),
         ({"stride": (5, 5)}, "25 sub-pixel phases"),
         ({"kernel": (21, 21)}, "it has 441 taps"),
@@ -216,6 +215,35 @@ def test_an_epilogue_stores_what_is_saved_beside_the_result(norm, steps):
     unsaved = dataclasses.replace(made, save=False)
     stores_more = "save + " in own[0]
     assert (kernel.cost(made, H200) > kernel.cost(unsaved, H200)) == stores_more
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "layout", "front", "behind"),
+    [
+        (64, 17, "nhwc", [], ["copy (nhwc -> nhwc)"]),
+        (64, 17, "nchw", ["input nchw -> nhwc"], ["copy (nhwc -> nchw)"]),
+        (3, 64, "nhwc", ["input nhwc -> nhwc"], []),
+        (3, 17, "nhwc", ["input nhwc -> nhwc"], ["copy (nhwc -> nhwc)"]),
+    ],
+)
+def test_pixels_that_are_not_whole_16_bytes_are_padded(channels, out, layout, front, behind):
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64")
+    sizes = Sizes(
+        channels=channels, out=out, groups=1, spatial=(8, 8), kernel=(4, 4), stride=(2, 2),
+        padding=(1, 1), output_padding=(0, 0), dilation=(1, 1),
+    )  # fmt: skip
+    made = sizes.problem(kernel, layout=layout, bias=True)
+    assert kernel.supports(made, H200)
+    plan = kernel.compile(made, H200)
+    steps = [step for step in plan.steps if not step.startswith("pack filter")]
+    at = len(front)
+    for step, expected in zip(steps[:at] + steps[at + 1 :], front + behind, strict=True):
+        assert step.startswith(expected)
+    assert steps[at].startswith("sm90_boxes_bf16_64")
+    padded = -(-channels // 8) * 8
+    if front:
+        assert steps[0].endswith(f"channels {channels} -> {padded}")
+    assert kernel.scratch_bytes(made, kernel.config(made, H200)) >= 2 * 64 * padded * at
 
 
 def test_an_output_in_another_layout_or_dtype_is_stored_by_a_pass():

@@ -114,6 +114,26 @@ def test_random_problems(kernel, force):
         assert drawn <= 3 * RANDOM_PROBLEMS
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if not kernel.row.planes], **names)
+def test_random_problems_of_odd_channels(kernel, force):
+    """Pixels that are no whole 16 bytes are padded in front and cut behind."""
+    force(kernel.name)
+    generator = random.Random(f"odd {kernel.name}")
+    served = drawn = 0
+    while served < RANDOM_PROBLEMS // 2:
+        case = served_problem(kernel, generator)
+        out = generator.choice((1, 3, 5, 17, 31, 64, 90))
+        case["values"] = case["values"] // case["out"] * out
+        case |= {"channels": generator.choice((1, 3, 17, 64, 97)), "out": out}
+        case["groups"] = generator.choice((None, None, 1, out))
+        if case.pop("empty") or case["values"] // (case["groups"] or 1) < FEWEST_NORMALISED_VALUES:
+            continue
+        torch.manual_seed(drawn)
+        drawn += 1
+        served += fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
+        assert drawn <= 3 * RANDOM_PROBLEMS
+
+
 def layer(precision: str, layout: str, **changes: Any) -> tuple[torch.Tensor, ...]:
     """(input, weight, bias) of a layer of U-Nets, changed."""
     sizes = {"batch": 5, "channels": 72, "out": 48, "spatial": (13, 16), "kernel": 4, **changes}

@@ -27,13 +27,14 @@ void bind_convolve(py::module_& m) {
       m, "Convolve",
       "Convolution, bias, scale and shift, activation, and partial moments of activated values.")
       .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand,
-                    Operand, Operand, Operand>(),
+                    Operand, Operand, Operand, int>(),
            py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
            py::arg("partials"), py::arg("scale") = Operand(), py::arg("shift") = Operand(),
-           py::arg("saved") = Operand(),
+           py::arg("saved") = Operand(), py::arg("channels") = 0,
            "scale, shift: float32 of each channel behind the bias, where the config has them. "
-           "saved: the biased sum beside the output, likewise.");
+           "saved: the biased sum beside the output, likewise. channels: of bias, scale and shift, "
+           "where the output's pixels may be padded; 0 for as many.");
 }
 
 template <class Config>

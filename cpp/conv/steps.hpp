@@ -68,17 +68,21 @@ void expect(Config const& config, char const* what, T const& got, T const& expec
 template <class Config>
 inline constexpr bool kPadsChannels = requires { requires Config::kPadsChannels; };
 
+// Throws where channels are neither those of a config's pixels nor, where these may be padded,
+// those that are padded to them.
+template <class Config>
+void expect_channels(Config const& config, char const* what, int64_t got, int64_t expected) {
+  if constexpr (kPadsChannels<Config>) {
+    if (round_up(got, 16 / size_of(config.traits().dtype)) == expected) return;
+  }
+  expect<Config, int64_t>(config, what, got, expected);
+}
+
 template <class Config>
 FilterSource const& matching(Config const& config, FilterSource const& source) {
   FilterSource const c = weight_of(config);
-  auto const expect_channels = [&](char const* what, int64_t got, int64_t expected) {
-    if constexpr (kPadsChannels<Config>) {
-      if (round_up(got, 16 / size_of(config.traits().dtype)) == expected) return;
-    }
-    expect<Config, int64_t>(config, what, got, expected);
-  };
-  expect_channels("input channels of the weight", source.c, c.c);
-  expect_channels("output channels of the weight", source.k, c.k);
+  expect_channels(config, "input channels of the weight", source.c, c.c);
+  expect_channels(config, "output channels of the weight", source.k, c.k);
   expect<Config, int64_t>(config, "taps along depth", source.t, c.t);
   expect<Config, int64_t>(config, "taps along height", source.r, c.r);
   expect<Config, int64_t>(config, "taps along width", source.s, c.s);
@@ -152,13 +156,14 @@ inline constexpr char const* kSavesSum = "save";
 
 // Convolution, bias, scale and shift of each channel, activation, and by tile and channel the
 // moments of activated values. Without activates_output it is stored before the activation; what is
-// `saved` is the biased sum. bias, partials, scale, shift and saved may be absent.
+// `saved` is the biased sum. bias, partials, scale, shift and saved may be absent; bias, scale and
+// shift have `channels`, where the output's pixels may be padded.
 template <class Config>
 class Convolve final : public Step {
  public:
   Convolve(Config const& config, Activation activation, bool activates_output, Operand input,
            Operand filter, Operand bias, Operand output, Operand partials, Operand scale,
-           Operand shift, Operand saved)
+           Operand shift, Operand saved, int channels)
       : config_(served(config)),
         activation_(activation),
         activates_output_(activates_output),
@@ -169,7 +174,11 @@ class Convolve final : public Step {
         partials_(partials),
         scale_(scale),
         shift_(shift),
-        saved_(saved) {
+        saved_(saved),
+        channels_(channels) {
+    if (channels > 0) {
+      expect_channels(config, "output channels", channels, output_channels_of(config));
+    }
     expect(config, "saved", saved.present(), saved.present() && kSaves<Config>);
     bool const scales = scale.present() || shift.present();
     expect(config, "scale and shift", scales, scales && kScales<Config>);
@@ -207,6 +216,7 @@ class Convolve final : public Step {
       arguments.shift = context.at<float>(shift_);
     }
     if constexpr (kSaves<Config>) arguments.saved = context.at(saved_);
+    if constexpr (kPadsChannels<Config>) arguments.own_channels = channels_;
     config_.row->launch(arguments, context.stream);
   }
 
@@ -215,6 +225,7 @@ class Convolve final : public Step {
   Activation activation_;
   bool activates_output_;
   Operand input_, filter_, bias_, output_, partials_, scale_, shift_, saved_;
+  int channels_;
 };
 
 // problem.batch is the run's. mean and rstd may be absent.

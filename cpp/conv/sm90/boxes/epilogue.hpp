@@ -81,10 +81,11 @@ __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& bl
   finish_copies(self);
   for (int i = self.thread; i < Traits::kColumns; i += kWarpgroupThreads) {
     ColumnPlace const at(p, block, i);
+    bool const own = at.present && at.channel < p.own_channels;
     float const bias =
-        biases && at.present ? device::to_float(static_cast<T const*>(p.bias)[at.channel]) : 0.0f;
-    float const scale = scales && at.present ? p.scale[at.channel] : 1.0f;
-    float const shift = shifts && at.present ? p.shift[at.channel] : 0.0f;
+        biases && own ? device::to_float(static_cast<T const*>(p.bias)[at.channel]) : 0.0f;
+    float const scale = scales && own ? p.scale[at.channel] : 1.0f;
+    float const shift = shifts && own ? p.shift[at.channel] : 0.0f;
     linear[i] = {scale, fmaf(bias, scale, shift)};
   }
   self.sync();

@@ -21,6 +21,7 @@ struct Params {
   bool channels_last, gathers, saves;
   Activation activation;
   int output_channels;
+  int own_channels;  // of bias, scale and shift
   int tile_count, slab_count, blocks;
   int chunks, stages, stage_bytes;
   int segment, store_shift;
@@ -96,6 +97,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.gathers = s.direction == Direction::kGathers;
   p.saves = a.saved != nullptr;
   p.output_channels = config.problem.output_channels;
+  p.own_channels = a.own_channels > 0 ? a.own_channels : p.output_channels;
   FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,
                   ": slabs by blocks of columns: got ", slabs.all() * s.blocks,
                   ", expected at most ", kMostItems);

@@ -32,6 +32,7 @@ struct Arguments {
   void const* bias = nullptr;    // [K] of the tensors' type, or null
   float const* scale = nullptr;  // [K], or null: times the biased sum
   float const* shift = nullptr;  // [K], or null: added to that
+  int own_channels = 0;          // K, or 0: those of the output's pixels, which may be padded
   void* output = nullptr;        // in the problem's layout
   void* saved = nullptr;         // as output, or null: the biased sum, which the rest then reads
   PixelNorm const* norm = nullptr;

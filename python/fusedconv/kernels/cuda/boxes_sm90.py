@@ -9,11 +9,12 @@ many columns (output channels of phases) a block has, and how many neighbouring 
 
 Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
 NCHW are transposed first, unless the filter is as large as its stride; outputs where the row has
-one phase in a block.
+one phase in a block. Pixels that are not whole 16 bytes are padded in front and cut behind.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from fusedconv.kernels.cuda.program import (
     launched_chunks,
 )
 from fusedconv.kernels.cuda.taps import TapsRow, taps_config
+from fusedconv.kernels.cuda.transposing import has_whole_vectors, whole_channels
 from fusedconv.norms import KINDS
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem, act_norm_act
@@ -117,19 +119,57 @@ class BoxesSm90(TapsRow):
     most_blocks = (1 << 30) - 1
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        aligned = self._transposes_input(problem) or readable_aligned(problem)
+        aligned = self._rewrites_input(problem) or readable_aligned(problem)
         layout = self._conv_layout(problem)
+        if self._pads_input(problem) or self._pads_output(problem):
+            problem = self._padded(problem)
         return taps_config(self.room, self.index, problem, layout, aligned, device)
 
-    def _transposes_input(self, problem: ForwardProblem) -> bool:
-        return problem.output_layout != "nhwc" and not self.row.planes
+    def _padded(self, problem: ForwardProblem) -> ForwardProblem:
+        """The problem with the channels that the convolution's tensors have in memory."""
+        conv = problem.conv
+        assert conv is not None
+        inputs, outputs = conv.in_channels, conv.out_channels
+        if self._pads_input(problem):
+            inputs = whole_channels(inputs, problem.dtype)
+        if self._pads_output(problem):
+            outputs = whole_channels(outputs, problem.dtype)
+        padded = dataclasses.replace(conv, in_channels=inputs, out_channels=outputs)
+        return dataclasses.replace(problem, channels=inputs, conv=padded)
+
+    def _pads_input(self, problem: ForwardProblem) -> bool:
+        """Whether pixels of the input are padded with zeros to whole 16 bytes, as copies of pixels
+        ask."""
+        conv = problem.conv
+        assert conv is not None
+        whole = has_whole_vectors(problem.channels, problem.dtype)
+        return not whole and conv.groups == 1 and not self.row.planes
+
+    def _pads_output(self, problem: ForwardProblem) -> bool:
+        """The same of what the convolution stores, which is cut behind it."""
+        conv = problem.conv
+        assert conv is not None
+        whole = has_whole_vectors(problem.output_channels, problem.dtype)
+        return not whole and conv.groups == 1 and self._conv_layout(problem) == "nhwc"
+
+    def _row_channels(self, problem: ForwardProblem) -> int:
+        """Of a pixel that the convolution stores."""
+        channels = problem.output_channels
+        return whole_channels(channels, problem.dtype) if self._pads_output(problem) else channels
+
+    def _rewrites_input(self, problem: ForwardProblem) -> bool:
+        """Whether it is transposed or padded first."""
+        if self.row.planes:
+            return False
+        return problem.output_layout != "nhwc" or self._pads_input(problem)
 
     def _conv_layout(self, problem: ForwardProblem) -> str:
         """Of the convolution's output."""
         return problem.output_layout if self.row.segments > 1 else "nhwc"
 
-    def _transposes_output(self, problem: ForwardProblem) -> bool:
-        return self._conv_layout(problem) != problem.output_layout
+    def _rewrites_output(self, problem: ForwardProblem) -> bool:
+        """Whether a pass behind the convolution transposes or cuts it."""
+        return self._conv_layout(problem) != problem.output_layout or self._pads_output(problem)
 
     def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
         # Tiles are pairs of boxes, which are what is counted.
@@ -137,7 +177,7 @@ class BoxesSm90(TapsRow):
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         support = super().supports(problem, device)
-        if not support or not self._transposes_output(problem):
+        if not support or not self._rewrites_output(problem):
             return support
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
         norm = None if isinstance(form, Support) else form.norm
@@ -147,11 +187,14 @@ class BoxesSm90(TapsRow):
 
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         elements = 0
-        if self._transposes_input(problem):
-            elements += problem.input_elements // problem.batch
+        if self._rewrites_input(problem):
+            channels = problem.channels
+            if self._pads_input(problem):
+                channels = whole_channels(channels, problem.dtype)
+            elements += math.prod(problem.spatial) * channels
         # What is of another dtype than the result lies in scratch as it is.
-        if self._transposes_output(problem) and not goes_through_scratch(problem):
-            elements += problem.output_elements // problem.batch
+        if self._rewrites_output(problem) and not goes_through_scratch(problem):
+            elements += math.prod(problem.output_spatial) * self._row_channels(problem)
         return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
 
     def _normalises(self, problem: ForwardProblem, device: Device) -> bool:
@@ -164,6 +207,7 @@ class BoxesSm90(TapsRow):
             and form.before == "identity"
             and (self._stores_apart(problem) or not problem.saves_conv_output)
             and not goes_through_scratch(problem)
+            and not self._pads_output(problem)
             and bool(self.config(problem, device).holds_pixels)
         )
 
@@ -173,7 +217,7 @@ class BoxesSm90(TapsRow):
         return (
             problem.saves_conv_output
             and problem.output_dtype == problem.dtype
-            and not self._transposes_output(problem)
+            and not self._rewrites_output(problem)
         )
 
     def _saves_apart(self, problem: ForwardProblem, device: Device) -> bool:
@@ -198,9 +242,11 @@ class BoxesSm90(TapsRow):
         filter: Any | None = None,
         saved: Any | None = None,
     ) -> Any:
-        if self._transposes_input(program.problem):
-            program.input = program.channels_last_input()
-        if not self._normalises(program.problem, program.device):
+        problem = program.problem
+        if self._rewrites_input(problem):
+            padded = whole_channels(problem.channels, problem.dtype)
+            program.input = program.channels_last_input(padded_channels=padded)
+        if not self._normalises(problem, program.device):
             return super().convolve(program, config, output, filter, saved)
         program.compiled.per_chunk(
             self.room.ConvolveNormalizing(
@@ -223,15 +269,17 @@ class BoxesSm90(TapsRow):
         if self._saves_apart(problem, device):
             self.convolve(program, config, program.output, saved=program.conv_output)
             return program.plan(self.name)
-        if not self._transposes_output(problem):
+        if not self._rewrites_output(problem):
             return super().compile(problem, device)
-        output = program.scratch(problem.output_elements // problem.batch * problem.dtype.itemsize)
-        program.conv_layout = "nhwc"
+        row_channels = self._row_channels(problem)
+        pixels = math.prod(problem.output_spatial)
+        output = program.scratch(pixels * row_channels * problem.dtype.itemsize)
+        program.conv_layout, program.conv_row_channels = "nhwc", row_channels
         partials = self.convolve(program, config, output)
         if problem.saves_conv_output:
-            program.save_conv_output(output, row_channels=problem.output_channels)
+            program.save_conv_output(output, row_channels=row_channels)
         if self.passes(problem, device) == 0:
-            program.transpose(output, program.output, row_channels=problem.output_channels)
+            program.transpose(output, program.output, row_channels=row_channels)
         else:
             self.finish(program, config, output, partials)
         return program.plan(self.name)
@@ -261,10 +309,10 @@ class BoxesSm90(TapsRow):
             # A pass takes the moments, in two launches where one merges what the convolution left.
             beside += device.copy_milliseconds(problem.output_elements * size)
             beside += chunks * device.launch_milliseconds
-        if self._transposes_input(problem):
+        if self._rewrites_input(problem):
             beside += device.copy_milliseconds(2 * problem.input_elements * size) * costs.transposed
             beside += chunks * device.launch_milliseconds
-        if self._transposes_output(problem):
+        if self._rewrites_output(problem):
             # What normalises transposes as well, more slowly than it would go over planes.
             stores_result = self.passes(problem, device) == 0
             passes = costs.transposed if stores_result else costs.transposed - 1.0

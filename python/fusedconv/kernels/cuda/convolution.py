@@ -162,6 +162,7 @@ class ConvolutionRow(ForwardKernel):
                 output=output,
                 partials=partials,
                 **beside,
+                channels=program.problem.output_channels if program.conv_row_channels else 0,
             )
         )
         return partials
@@ -276,7 +277,12 @@ class InPlaceRow(ConvolutionRow):
             return
         if not self.takes_moments:
             before = program.form.before if program.problem.saves_conv_output else "identity"
-            program.normalise(input, input_layout=program.conv_layout, before=before)
+            program.normalise(
+                input,
+                input_layout=program.conv_layout,
+                before=before,
+                row_channels=program.conv_row_channels,
+            )
             return
         norm, statistics = self.statistics(program, config, partials)
         program.compiled.per_chunk(

@@ -262,6 +262,8 @@ class ForwardProgram:
         self.groups = problem.norm_groups
         #: Of the convolution's output, as what comes behind reads it.
         self.conv_layout: str = problem.output_layout
+        #: Channels of its pixels in memory, where they are padded; 0 for the problem's.
+        self.conv_row_channels = 0
         size = problem.dtype.itemsize
         output = problem.output_channels * math.prod(problem.output_spatial)
         tensor = self.compiled.tensor

@@ -133,10 +133,9 @@ void bind_sm90_boxes(py::module_& room) {
       m, "ConvolveNormalizing",
       "Convolution, bias, LayerNorm over the channels of a pixel, and activation.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
-                    Operand, Operand, Operand>(),
+                    Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("norm"), py::arg("input"), py::arg("filter"),
-           py::arg("bias"), py::arg("weight"), py::arg("norm_bias"), py::arg("output"),
-           py::arg("saved") = Operand());
+           py::arg("bias"), py::arg("weight"), py::arg("norm_bias"), py::arg("output"));
   bind_weight(m);
 }
 

@@ -10,13 +10,13 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// Convolution, bias, LayerNorm over the channels of a pixel, activation; what is `saved` is the
-// biased sum. bias, weight, norm_bias and saved may be absent.
+// Convolution, bias, LayerNorm over the channels of a pixel, activation. bias, weight and norm_bias
+// may be absent.
 class ConvolveNormalizing final : public Step {
  public:
   ConvolveNormalizing(Config const& config, GroupNormProblem const& norm, Operand input,
                       Operand filter, Operand bias, Operand weight, Operand norm_bias,
-                      Operand output, Operand saved)
+                      Operand output)
       : config_(served(config)),
         norm_(matching(config, norm)),
         input_(input),
@@ -24,8 +24,7 @@ class ConvolveNormalizing final : public Step {
         bias_(bias),
         weight_(weight),
         norm_bias_(norm_bias),
-        output_(output),
-        saved_(saved) {
+        output_(output) {
     expect(config, "whether a block has all channels of a pixel", config.holds_pixels(), true);
     expect<Config, std::string>(config, "activation in front", name_of(norm.activation_before),
                                 name_of(Activation::kIdentity));
@@ -35,12 +34,12 @@ class ConvolveNormalizing final : public Step {
 
   std::string describe() const override {
     return groupnorm::join_parts(
-        " + ", {detail::join(config_.row->name, " (", config_.reads(), ")"),
-                bias_.present() ? "bias" : "", saved_.present() ? kSavesSum : "",
-                "normalize over channels", groupnorm::step_name(norm_.activation_after)});
+        " + ",
+        {detail::join(config_.row->name, " (", config_.reads(), ")"), bias_.present() ? "bias" : "",
+         "normalize over channels", groupnorm::step_name(norm_.activation_after)});
   }
   std::vector<Operand> operands() const override {
-    return {input_, filter_, bias_, weight_, norm_bias_, output_, saved_};
+    return {input_, filter_, bias_, weight_, norm_bias_, output_};
   }
   void run(RunContext const& context, void*) const override {
     PixelNorm const norm{.weight = context.at(weight_),
@@ -54,7 +53,6 @@ class ConvolveNormalizing final : public Step {
                          .filter = context.at(filter_),
                          .bias = context.at(bias_),
                          .output = context.at(output_),
-                         .saved = context.at(saved_),
                          .norm = &norm},
                         context.stream);
   }
@@ -62,7 +60,7 @@ class ConvolveNormalizing final : public Step {
  private:
   Config config_;
   GroupNormProblem norm_;
-  Operand input_, filter_, bias_, weight_, norm_bias_, output_, saved_;
+  Operand input_, filter_, bias_, weight_, norm_bias_, output_;
 };
 
 }  // namespace fusedconv::conv::sm90::boxes

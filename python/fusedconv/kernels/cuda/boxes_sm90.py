@@ -205,32 +205,25 @@ class BoxesSm90(TapsRow):
             and form.norm is not None
             and form.norm.kind == "layer"
             and form.before == "identity"
-            and (self._stores_apart(problem) or not problem.saves_conv_output)
+            # It takes longer to store both from such an epilogue than to go over what is saved.
+            and not problem.saves_conv_output
             and not goes_through_scratch(problem)
             and not self._pads_output(problem)
             and bool(self.config(problem, device).holds_pixels)
         )
 
-    def _stores_apart(self, problem: ForwardProblem) -> bool:
-        """Whether an epilogue can store the convolution's output that is saved and what becomes of
-        it: of the same layout and dtype."""
-        return (
-            problem.saves_conv_output
-            and problem.output_dtype == problem.dtype
-            and not self._rewrites_output(problem)
-        )
-
-    def _saves_apart(self, problem: ForwardProblem, device: Device) -> bool:
-        """Whether the convolution's epilogue stores what is saved and the result."""
+    def _saves_apart(self, problem: ForwardProblem) -> bool:
+        """Whether the convolution's epilogue stores its output, which is saved, and what becomes of
+        that: an activation and an affine map, in the same layout and dtype."""
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
-        if isinstance(form, Support) or not self._stores_apart(problem):
+        if isinstance(form, Support) or not problem.saves_conv_output:
             return False
-        if form.norm is None:
-            return form.after == "identity"
-        return form.norm.kind == "affine" or self._normalises(problem, device)
+        if problem.output_dtype != problem.dtype or self._rewrites_output(problem):
+            return False
+        return form.after == "identity" if form.norm is None else form.norm.kind == "affine"
 
     def passes(self, problem: ForwardProblem, device: Device) -> int:
-        if self._normalises(problem, device) or self._saves_apart(problem, device):
+        if self._normalises(problem, device) or self._saves_apart(problem):
             return 0
         return super().passes(problem, device)
 
@@ -258,7 +251,6 @@ class BoxesSm90(TapsRow):
                 weight=program.norm_weight,
                 norm_bias=program.norm_bias,
                 output=output,
-                saved=program.absent if saved is None else saved,
             )
         )
         return program.absent
@@ -266,7 +258,7 @@ class BoxesSm90(TapsRow):
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
-        if self._saves_apart(problem, device):
+        if self._saves_apart(problem):
             self.convolve(program, config, program.output, saved=program.conv_output)
             return program.plan(self.name)
         if not self._rewrites_output(problem):
@@ -291,7 +283,7 @@ class BoxesSm90(TapsRow):
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
         size = problem.dtype.itemsize
-        stored = 1 + self._saves_apart(problem, device)
+        stored = 1 + self._saves_apart(problem)
         layout = self._conv_layout(problem)
         tile = tile_cycles(self.row, config, layout, size, costs, stored)
         chunk = self.chunk(problem, config)

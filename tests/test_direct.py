@@ -11,6 +11,7 @@ import weakref
 import pytest
 import reference
 import torch
+from folding import fold_here
 from problems import NARROW_VECTORS, NEEDS_WIDE_VECTORS
 from reference import channels_last
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,16 @@ def conv(x, weight, bias, norm_weight, norm_bias):
     )  # fmt: skip
 
 
+MEAN, VARIANCE = torch.linspace(-1, 1, 6), torch.linspace(0.5, 2, 6)
+
+
+def batch_norm(x, weight, bias, norm_weight, norm_bias):
+    return functional.conv_transpose_act_norm(
+        x, weight, bias, 2, 1, 1, activation="gelu", norm="batch", norm_weight=norm_weight,
+        norm_bias=norm_bias, running_mean=MEAN, running_var=VARIANCE, eps=1e-3, order="norm_act",
+    )  # fmt: skip
+
+
 def composed_norm(x, weight, bias):
     return reference.group_norm(x, 2, weight, bias, 1e-3, "gelu", "norm_act")
 
@@ -40,15 +51,27 @@ def composed_conv(x, weight, bias, norm_weight, norm_bias):
     )  # fmt: skip
 
 
+def composed_batch_norm(x, weight, bias, norm_weight, norm_bias):
+    x = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1, 1)
+    x = torch.nn.functional.batch_norm(x, MEAN, VARIANCE, norm_weight, norm_bias, eps=1e-3)
+    return torch.nn.functional.gelu(x)
+
+
 #: A call, the composition that it stands for, and the shapes of its tensors.
 CALLS = {
     "norm": (norm, composed_norm, ((3, 4, 5, 6), (4,), (4,))),
     "conv": (conv, composed_conv, ((3, 4, 5, 6), (4, 6, 3, 3), (6,), (6,), (6,))),
-}
+    "batch_norm": (
+        batch_norm, composed_batch_norm, ((3, 4, 5, 6), (4, 6, 3, 3), (6,), (6,), (6,))
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(params=CALLS)
-def case(request):
+def case(request, monkeypatch, force):
+    if request.param == "batch_norm":
+        fold_here(monkeypatch)
+        force("cpu_conv_transpose,torch_epilogue_backward")
     return CALLS[request.param]
 
 
@@ -63,7 +86,7 @@ def through_the_dispatcher(monkeypatch):
     """Makes every later call go through it."""
 
     def switch():
-        for module in (ops, ops.common):
+        for module in (ops, ops.common, ops.batch_norm):
             monkeypatch.setattr(module, "goes_direct", lambda *arguments: False)
         monkeypatch.setattr(ops, "recall", lambda *arguments: None)
 
@@ -96,7 +119,7 @@ def assert_close(actual, expected):
 def test_the_call_goes_direct(case):
     """The node of the graph is the one that no operator made."""
     call, _, shapes = case
-    assert call(*leaves(shapes)).grad_fn.name() == "DirectBackward"
+    assert call(*leaves(shapes)).grad_fn.name() in ("DirectBackward", "DirectBatchNormBackward")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -407,7 +430,7 @@ def test_anomalies_are_detected(case):
         output = call(*tensors)
         bad = torch.full_like(output, torch.nan)
         with (
-            pytest.warns(UserWarning, match="Error detected in DirectBackward"),
+            pytest.warns(UserWarning, match="Error detected in Direct"),
             pytest.raises(RuntimeError, match="returned nan values in its 0th output"),
         ):
             output.backward(bad)

@@ -105,7 +105,7 @@ def test_tensors_of_a_batch_norm_have_one_shape(name):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"norm": "batch"}, ValueError, "norm: got 'batch', expected None or one of 'group', "),
+        ({"norm": "none"}, ValueError, "norm: got 'none', expected None or one of 'group', "),
         ({"norm": 3}, TypeError, "norm: got 3"),
         ({"norm": "layer", "num_groups": 2}, ValueError, "num_groups: got 2 for norm 'layer'"),
         ({"norm": "group"}, ValueError, "num_groups: got None for norm 'group', expected a posi"),

@@ -19,10 +19,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
 from fusedconv.activations import UNFUSED, activate, activate_by, parsed
-from fusedconv.arguments import choice, finite, flag, integer, integers, tensor
+from fusedconv.arguments import choice, finite, flag, integer, integers, shown, tensor
 from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.torch import TorchPlan
 from fusedconv.norms import KINDS, folded_batch_norm, normalized
+from fusedconv.plan import ForwardPlan
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
 from fusedconv.reference import conv_transpose
@@ -55,6 +56,8 @@ def conv_transpose_act_norm(
     precision: str | None = None,
     norm: str | None = None,
     recompute: bool = False,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
 ) -> Tensor:
     """Transposed convolution (+ bias), activation and normalisation.
 
@@ -65,9 +68,10 @@ def conv_transpose_act_norm(
 
     ``norm`` is "group" (GroupNorm of ``num_groups``), "instance" (statistics of each sample and
     channel), "layer" (of each sample and pixel over the channels, as LayerNorm2d of Segment
-    Anything) or "affine" (none: times ``norm_weight`` plus ``norm_bias``, a BatchNorm whose running
-    statistics are folded into both; see ``fold_batch_norm``). None is "group" where ``num_groups``
-    is given and leaves the normalisation out where it is not; ``activation`` None leaves the
+    Anything), "batch" (BatchNorm of inference: those of ``running_mean`` and ``running_var`` [K],
+    which no other norm takes) or "affine" (none: times ``norm_weight`` plus ``norm_bias``, which
+    ``fold_batch_norm`` makes of a BatchNorm's tensors). None is "group" where ``num_groups`` is
+    given and leaves the normalisation out where it is not; ``activation`` None leaves the
     activation out.
 
     Without a normalisation the input may lack the batch, as torch's convolution allows; with one it
@@ -83,13 +87,15 @@ def conv_transpose_act_norm(
 
     Raises ValueError or TypeError naming the argument, its value and what is expected.
     """
-    tensors = (input, weight, bias, norm_weight, norm_bias)
+    tensors: tuple[Tensor | None, ...] = (input, weight, bias, norm_weight, norm_bias)
+    if running_mean is not None:
+        tensors = (*tensors, running_mean, running_var)
     if has_torch_function(tensors):
         return handle_torch_function(
             conv_transpose_act_norm, tensors, input, weight, bias, stride, padding, output_padding,
             groups, dilation, activation=activation, order=order, num_groups=num_groups,
             norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, precision=precision, norm=norm,
-            recompute=recompute,
+            recompute=recompute, running_mean=running_mean, running_var=running_var,
         )  # fmt: skip
     arguments = (
         stride, padding, output_padding, groups, dilation, activation, order, num_groups, eps,
@@ -97,14 +103,18 @@ def conv_transpose_act_norm(
     )  # fmt: skip
     seen = ops.recall(tensors, arguments)
     if seen is not None:
+        if running_mean is not None:
+            return ops.batch_norm.again(seen, tensors)
         if seen.save:
             return ops.conv_transpose.direct(seen.plan, seen.template, *tensors)
-        return seen.plan.run(*tensors).output
+        return seen.plan.run(input, weight, bias, norm_weight, norm_bias).output
     tensor("input", input)
     tensor("weight", weight)
     tensor("bias", bias, optional=True)
     tensor("norm_weight", norm_weight, optional=True)
     tensor("norm_bias", norm_bias, optional=True)
+    tensor("running_mean", running_mean, optional=True)
+    tensor("running_var", running_var, optional=True)
     axes = weight.dim() - 2
     validation.check_axes(weight)
     name, parameter = parsed(activation)
@@ -113,7 +123,7 @@ def conv_transpose_act_norm(
     eps = finite("eps", eps)
     groups = integer("groups", groups)
     recompute = flag("recompute", recompute)
-    kind = choice("norm", norm, tuple(KINDS), optional=True)
+    kind = choice("norm", norm, (*KINDS, "batch"), optional=True)
     if kind not in (None, "group"):
         if num_groups is not None:
             raise ValueError(f"num_groups: got {num_groups} for norm {kind!r}, expected None")
@@ -134,6 +144,12 @@ def conv_transpose_act_norm(
         integers("output_padding", output_padding, axes, 0),
         integers("dilation", dilation, axes, 1),
     )
+    for argument, each in (("running_mean", running_mean), ("running_var", running_var)):
+        if (each is not None) != (kind == "batch"):
+            expected = "a tensor" if each is None else "None"
+            raise ValueError(
+                f"{argument}: got {shown(each)} for norm {norm!r}, expected {expected}"
+            )
     normalises = kind is not None or num_groups is not None
     if input.dim() == axes + 1 and not normalises:
         stride, padding, output_padding, dilation = geometry
@@ -142,6 +158,22 @@ def conv_transpose_act_norm(
             activation=activation, precision=precision, recompute=recompute,
         )  # fmt: skip
         return batched.squeeze(0)
+    if running_mean is not None and running_var is not None:
+        if not _is_tracing():  # which would hold the answers for constants
+            channels = weight.shape[1] * groups
+            validation.check_channels("running_mean", running_mean, input, channels)
+            validation.check_channels("running_var", running_var, input, channels)
+            validation.check_channels("norm_weight", norm_weight, input, channels)
+            validation.check_channels("norm_bias", norm_bias, input, channels)
+        if (name in UNFUSED and order == "act_norm") or not ops.batch_norm.folds_directly(
+            input, tensors
+        ):
+            scale, shift = fold_batch_norm(running_mean, running_var, norm_weight, norm_bias, eps)
+            return conv_transpose_act_norm(
+                input, weight, bias, *geometry[:3], groups, geometry[3], activation=activation,
+                order=order, norm_weight=scale, norm_bias=shift, eps=eps, precision=precision,
+                norm="affine", recompute=recompute,
+            )  # fmt: skip
     if name in UNFUSED:
         alone = functools.partial(
             conv_transpose_act_norm, input, weight, bias, *geometry[:3], groups, geometry[3],
@@ -150,7 +182,7 @@ def conv_transpose_act_norm(
         if order == "norm_act" or not normalises:
             x = alone(
                 num_groups=num_groups, norm_weight=norm_weight, norm_bias=norm_bias, eps=eps,
-                norm=norm, recompute=recompute,
+                norm=norm, recompute=recompute, running_mean=running_mean, running_var=running_var,
             )  # fmt: skip
             return activate_by(x, name, parameter)
         channels = weight.shape[1] * groups
@@ -177,6 +209,9 @@ def conv_transpose_act_norm(
         if input.dtype != torch.float32 or device != "cuda":
             precision = None  # which speaks of float32 on CUDA
 
+    own = (norm_weight, norm_bias)
+    if running_mean is not None and running_var is not None:
+        kind, own = "affine", batch_norm.fold(running_mean, running_var, *own, eps)
     call = ops.ConvCall(
         input,
         weight,
@@ -186,8 +221,7 @@ def conv_transpose_act_norm(
         name,
         order,
         num_groups or 0,
-        norm_weight,
-        norm_bias,
+        *own,
         eps,
         precision,
         output_dtype,
@@ -196,9 +230,9 @@ def conv_transpose_act_norm(
     )
     if lowers and device != "cuda":
         return _composed_under_autocast(call)
-    tensors = (input, weight, bias, norm_weight, norm_bias)
+    tensors = (input, weight, bias, *tensors[3:])
     save = ops.any_requires_grad(tensors)
-    if ops.goes_direct(input, tensors):
+    if running_mean is not None or ops.goes_direct(input, tensors):
         plan = ops.conv_plan(call, save)
         # Plain torch, gradients included. An explicit precision must hold in the backward pass too,
         # which the operator sees to.
@@ -209,12 +243,7 @@ def conv_transpose_act_norm(
             and (not save or ops.torch_differentiates(plan, input.device))
         ):
             plan, save = plan.followed, False
-        template = ops.conv_transpose.template(call) if save else None
-        if not lowers:
-            ops.remember(tensors, arguments, plan, save, template)
-        if save:
-            return ops.conv_transpose.direct(plan, template, *tensors)
-        return run(plan, *tensors).output
+        return _direct(call, plan, save, tensors, None if lowers else arguments)
     if torch.onnx.is_in_onnx_export():
         return ops.conv_transpose.in_torch(*ops.conv_transpose.operator_arguments(call, False))[0]
     result: Tensor
@@ -224,6 +253,31 @@ def conv_transpose_act_norm(
         arguments = ops.conv_transpose.operator_arguments(call, save)
         result = torch.ops.fusedconv.conv_transpose_act_norm(*arguments)[0]
     return result
+
+
+def _direct(
+    call: ops.ConvCall,
+    plan: ForwardPlan,
+    save: bool,
+    tensors: tuple[Tensor | None, ...],
+    arguments: tuple[object, ...] | None,
+) -> Tensor:
+    """A call by its plan, kept for ``ops.recall`` where it has ``arguments``. ``tensors`` are the
+    caller's, with running statistics where norm weight and bias of ``call`` are folded."""
+    is_folded = len(tensors) > len(call.tensors)
+    if is_folded and not save and ops.any_requires_grad(tensors[3:]):
+        # torch's operators, which autograd follows: into what is folded too.
+        norm_weight, norm_bias, *statistics = tensors[3:]
+        folded = ops.fold_with_gradients(*statistics, norm_weight, norm_bias, call.eps)
+        return run(plan, *call.tensors[:3], *folded).output
+    template = ops.conv_transpose.template(call) if save or is_folded else None
+    if arguments is not None:
+        ops.remember(tensors, arguments, plan, save, template)
+    if not save:
+        return run(plan, *call.tensors).output
+    if is_folded:
+        return ops.batch_norm.direct(plan, template, call.tensors[3:], *tensors)
+    return ops.conv_transpose.direct(plan, template, *tensors)
 
 
 def _lowered(tensor: Tensor, low: torch.dtype) -> Tensor:
@@ -336,7 +390,7 @@ def fold_batch_norm(
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
     for name, each in (("running_var", running_var), ("weight", weight), ("bias", bias)):
-        if each is not None and each.shape != running_mean.shape:
+        if each is not None and not _is_tracing() and each.shape != running_mean.shape:
             raise ValueError(
                 f"{name}: got shape {tuple(each.shape)}, expected running_mean's "
                 f"{tuple(running_mean.shape)}"

@@ -65,6 +65,22 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
     return "strided"
 
 
+#: What torch calls channels last, by a tensor's axes.
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch knows a tensor for dense channels last, as it does of most such: sooner than
+    strides are read. False says nothing; batches of torch.vmap refuse the question."""
+    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    if memory_format is None or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    try:
+        return tensor.is_contiguous(memory_format=memory_format)
+    except RuntimeError:
+        return False
+
+
 def result_layout(layout: str) -> Layout:
     """The dense layout of what is computed from a tensor: channels last where that is."""
     return "nhwc" if layout == "nhwc" else "nchw"
@@ -74,6 +90,8 @@ def result_layout_of(tensor: Tensor) -> Layout:
     """``result_layout`` of a tensor's own."""
     if tensor.is_contiguous() and tensor.numel():
         return "nchw"  # the same, known sooner
+    if _is_channels_last(tensor) and tensor.numel():
+        return "nhwc"
     return result_layout(layout_of(tensor.shape, tensor.stride()))
 
 
@@ -90,6 +108,8 @@ def dense(tensor: Tensor, layout: str) -> Tensor:
     """The tensor in a dense layout: itself where it is, else a copy."""
     if layout != "nhwc":
         return tensor.contiguous()
+    if _is_channels_last(tensor):
+        return tensor
     axes = tensor.dim()
     last = tensor.permute(0, *range(2, axes), 1)
     if last.is_contiguous():

@@ -53,6 +53,17 @@ def check_choices(activation: str, order: str) -> None:
     choice("order", order, ORDERS)
 
 
+def check_channels(name: str, tensor: Tensor | None, input: Tensor, channels: int) -> None:
+    """Raises where a normalisation of ``input`` takes no such tensor [channels]."""
+    _check_tensor(name, tensor, input, (channels,))
+    allowed = {input.dtype} if input.dtype == torch.float64 else set(COMPILED_DTYPES)
+    if tensor is not None and tensor.dtype not in allowed:
+        raise TypeError(
+            f"{name}: got dtype {tensor.dtype}, expected "
+            f"{' or '.join(sorted(map(str, allowed)))} for input of {input.dtype}"
+        )
+
+
 def norm_geometry(
     input: Tensor,
     channels: int,
@@ -74,14 +85,8 @@ def norm_geometry(
             f"num_groups: got {num_groups}, expected a positive divisor of {channels} channels"
         )
     eps = finite("eps", eps)
-    allowed = {input.dtype} if input.dtype == torch.float64 else set(COMPILED_DTYPES)
     for name, tensor in zip(names, (weight, bias), strict=True):
-        _check_tensor(name, tensor, input, (channels,))
-        if tensor is not None and tensor.dtype not in allowed:
-            raise TypeError(
-                f"{name}: got dtype {tensor.dtype}, expected "
-                f"{' or '.join(sorted(map(str, allowed)))} for input of {input.dtype}"
-            )
+        check_channels(name, tensor, input, channels)
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise TypeError(
             f"{names[1]}: got dtype {bias.dtype}, expected {weight.dtype} as {names[0]}'s"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedconv.activations import activate
-from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
+from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.modules import (
     ConvTransposeActNorm1d,
     ConvTransposeActNorm2d,
@@ -160,7 +160,7 @@ class PlainLayer(nn.Module):
 
 class _FusedLayer(nn.Module):
     """One of our modules, and a norm that it has none of by the function: LayerNorm2d over
-    channels, BatchNorm of inference as an affine map."""
+    channels, BatchNorm of inference."""
 
     def __init__(self, layer: LayerWorkload) -> None:
         whole = layer.norm != "batch"
@@ -184,11 +184,6 @@ class _FusedLayer(nn.Module):
         conv: Any = self.conv_transpose
         activation: Any = self.activation if layer else self.activation_behind
         order: Any = self.order
-        weight, bias = norm.weight, norm.bias
-        if not layer:
-            weight, bias = fold_batch_norm(
-                norm.running_mean, norm.running_var, weight, bias, norm.eps
-            )
         return conv_transpose_act_norm(
             input,
             conv.weight,
@@ -200,10 +195,12 @@ class _FusedLayer(nn.Module):
             conv.dilation,
             activation=activation,
             order=order,
-            norm="layer" if layer else "affine",
-            norm_weight=weight,
-            norm_bias=bias,
+            norm="layer" if layer else "batch",
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
             eps=norm.eps,
+            running_mean=None if layer else norm.running_mean,
+            running_var=None if layer else norm.running_var,
         )
 
 

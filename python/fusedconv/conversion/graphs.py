@@ -31,6 +31,7 @@ from fusedconv.conversion.stages import (
     Normalization,
     Stage,
     activation_and_order,
+    conv_keywords,
     described,
     joins,
     norm_of,
@@ -205,32 +206,17 @@ class _Chain:
             graph.erase_node(node)
 
     def _call(self, graph: Graph) -> Node:
-        name, order = activation_and_order(self.stages)
-        keywords: dict[str, Any] = {"activation": name, "order": order}
-        norm = norm_of(self.stages)
         if self.conv is None:
+            norm = norm_of(self.stages)
             assert norm is not None
+            name, order = activation_and_order(self.stages)
             arguments = (self.input, norm.num_groups, norm.weight, norm.bias, norm.eps)
+            keywords: dict[str, Any] = {"activation": name, "order": order}
             return graph.call_function(functional.group_norm, arguments, keywords)
+        keywords = conv_keywords(self.stages)
         keywords |= {name: self.conv.arguments[name] for name in OPTIONS}
         arguments = tuple(self.conv.arguments[name] for name in CONV_ARGUMENTS)
-        if norm is None:
-            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
-        weight, bias = norm.weight, norm.bias
-        keywords |= {"norm": norm.kind, "num_groups": norm.num_groups, "eps": norm.eps}
-        if norm.running_mean is None:
-            keywords |= {"norm_weight": weight, "norm_bias": bias}
-            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
-        folded = graph.call_function(
-            functional.fold_batch_norm,
-            (norm.running_mean, norm.running_var, weight, bias, norm.eps),
-        )
-        with graph.inserting_after(folded):  # the second comes in front of the first
-            shift = graph.call_function(operator.getitem, (folded, 1))
-            scale = graph.call_function(operator.getitem, (folded, 0))
-        keywords |= {"norm_weight": scale, "norm_bias": shift}
-        with graph.inserting_after(shift):
-            return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
+        return graph.call_function(functional.conv_transpose_act_norm, arguments, keywords)
 
 
 def _served(value: Any) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fusedconv.composing import departure, is_replaced, watch
 from fusedconv.conversion.classes import converted_type, original_type
-from fusedconv.functional import fold_batch_norm
 from fusedconv.problem import ORDERS
 
 #: Types by their number of spatial axes.
@@ -49,7 +48,7 @@ watch(nn.Sequential, *_ACTIVATIONS, *_TRANSPARENT, *_INSTANCE_NORMS, *_BATCH_NOR
 class Normalization(NamedTuple):
     """A stage: ``kind`` is a key of ``fusedconv.norms.KINDS``. ``weight``, ``bias``,
     ``running_mean`` and ``running_var`` are tensors or a graph's nodes; the last two are those of
-    "affine", into whose weight and bias they are folded."""
+    "affine" where it is a BatchNorm, and not what one was folded into."""
 
     kind: str
     weight: Any
@@ -188,22 +187,20 @@ def examined(module: Any, channels: int, axes: int) -> tuple[Stage | None, str |
 
 
 def conv_keywords(stages: Sequence[Stage]) -> dict[str, Any]:
-    """The keywords of ``functional.conv_transpose_act_norm`` for stages of tensors."""
+    """The keywords of ``functional.conv_transpose_act_norm`` for stages of tensors or of a graph's
+    nodes."""
     activation, order = activation_and_order(stages)
     keywords: dict[str, Any] = {"activation": activation, "order": order}
     norm = norm_of(stages)
     if norm is not None:
-        weight, bias = norm.weight, norm.bias
-        if norm.kind == "affine":
-            weight, bias = fold_batch_norm(
-                norm.running_mean, norm.running_var, weight, bias, norm.eps
-            )
         keywords.update(
-            norm=norm.kind,
+            norm=norm.kind if norm.running_mean is None else "batch",
             num_groups=norm.num_groups,
-            norm_weight=weight,
-            norm_bias=bias,
+            norm_weight=norm.weight,
+            norm_bias=norm.bias,
             eps=norm.eps,
+            running_mean=norm.running_mean,
+            running_var=norm.running_var,
         )
     return keywords
 

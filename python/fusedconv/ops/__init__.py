@@ -4,7 +4,7 @@
 and autograd see; ``fusedconv.functional`` calls the plan directly where none of them is involved.
 """
 
-from fusedconv.ops import conv_transpose, flops, group_norm
+from fusedconv.ops import batch_norm, conv_transpose, flops, group_norm
 from fusedconv.ops.batch_norm import fold_with_gradients
 from fusedconv.ops.common import any_requires_grad, goes_direct
 from fusedconv.ops.decomposing import decompositions
@@ -24,6 +24,7 @@ __all__ = [
     "ConvCall",
     "NormCall",
     "any_requires_grad",
+    "batch_norm",
     "conv_plan",
     "conv_transpose",
     "decompositions",

@@ -1,15 +1,26 @@
-"""``fold_batch_norm`` on CUDA as autograd follows it."""
+"""BatchNorm of inference on CUDA: folded into an affine map, alone or in one node of autograd with
+the convolution in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedconv.kernels.cuda.batch_norm import fold, fold_gradients
-from fusedconv.ops.common import differentiates_gradients, goes_direct, is_batched
+from fusedconv.kernels.cuda import batch_norm
+from fusedconv.norms import folded_batch_norm
+from fusedconv.ops.common import (
+    any_requires_grad,
+    differentiates_gradients,
+    goes_direct,
+    gradients_by_composition,
+    is_batched,
+)
+from fusedconv.ops.conv_transpose import OPERATOR
+from fusedconv.ops.seen import Seen
+from fusedconv.plan import ForwardPlan
 
 
 def _in_torch(
@@ -25,6 +36,22 @@ def _in_torch(
     return inner * torch.rsqrt(variance.float() + eps), shift
 
 
+def _gradients_in_torch(
+    mean: Tensor,
+    variance: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """As ``batch_norm.fold_gradients``."""
+    return [
+        gradient.to(dtype) if gradient is not None and want else None
+        for gradient, want in zip(_in_torch(mean, variance, scale, shift, eps), wanted, strict=True)
+    ]
+
+
 class _Fold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, variance: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -33,27 +60,97 @@ class _Fold(torch.autograd.Function):
         ctx.save_for_backward(mean, variance)
         ctx.eps = eps
         ctx.dtype = next(each.dtype for each in (weight, bias) if each is not None)
-        return fold(mean, variance, weight, bias, eps)
+        return batch_norm.fold(mean, variance, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         mean, variance = ctx.saved_tensors
-        scale, shift = grads
         wanted = ctx.needs_input_grad[2:4]
+        scale, shift = grads
         given = [each for each in grads if each is not None]
         direct = given and goes_direct(mean, (mean, variance, *given))
+        through: Callable[..., list[Tensor | None]] = _gradients_in_torch
         if direct and not any(differentiates_gradients(each) or is_batched(each) for each in given):
             scale, shift = (each if each is None else each.float().contiguous() for each in grads)
-            found = fold_gradients(mean, variance, scale, shift, ctx.eps, ctx.dtype, wanted)
-            return None, None, *found, None
-        both = _in_torch(mean, variance, scale, shift, ctx.eps)
-        found = [
-            gradient.to(ctx.dtype) if gradient is not None and want else None
-            for gradient, want in zip(both, wanted, strict=True)
-        ]
+            through = batch_norm.fold_gradients
+        found = through(mean, variance, scale, shift, ctx.eps, ctx.dtype, wanted)
         return None, None, *found, None
 
 
 #: ``functional.fold_batch_norm`` of running mean and variance, weight, bias and eps that
 #: ``kernels.cuda.batch_norm.folds`` says yes to, with gradients of weight and bias.
 fold_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _Fold.apply
+
+
+# ---- behind a convolution ------------------------------------------------------------------------
+
+
+def folds_directly(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether ``direct`` serves a call's tensors: nobody else wants to see it, and running
+    statistics that need no gradient are a kernel's to fold."""
+    *_, norm_weight, norm_bias, mean, variance = tensors
+    return (
+        goes_direct(input, tensors)
+        and not any_requires_grad((mean, variance))
+        and batch_norm.folds(mean, variance, norm_weight, norm_bias)
+    )
+
+
+def _composed(template: Any, tensors: Sequence[Any]) -> Tensor:
+    """The output by torch's operators."""
+    input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
+    folded = folded_batch_norm(mean, variance, norm_weight, norm_bias, template.eps)
+    return OPERATOR.in_torch(OPERATOR.call(template, (input, weight, bias, *folded)))
+
+
+class DirectBatchNorm(torch.autograd.Function):
+    """``conv_transpose.direct`` of norm weight and bias that are ``folded`` from four tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: ForwardPlan,
+        template: Any,
+        folded: tuple[Tensor, Tensor],
+        *tensors: Any,
+    ) -> Tensor:
+        # First gradients are of what is folded and take the statistics, second ones take all.
+        return OPERATOR.forward(ctx, plan, template, (*tensors[:3], *folded), *tensors[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 10
+        saved, template = ctx.saved_tensors, ctx.template
+        needs = ctx.needs_input_grad[3:]
+        if differentiates_gradients(grad):
+            tensors = (*saved[:3], *saved[-4:])
+            composed = gradients_by_composition(
+                lambda *tensors: _composed(template, tensors), tensors, needs, grad
+            )
+            return (None, None, None, *composed)
+        norm_weight, norm_bias, mean, variance = saved[-4:]
+        wanted = needs[3:5]
+        # The weight's is a sum of both, the bias's is that of shift.
+        of_shift = wanted[0] or wanted[1]
+        found, direct = OPERATOR.gradients(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
+        if of_shift:
+            dtype = (norm_bias if norm_weight is None else norm_weight).dtype
+            through = batch_norm.fold_gradients if direct else _gradients_in_torch
+            scale, shift = found[3:]
+            found[3:] = through(mean, variance, scale, shift, template.eps, dtype, wanted)
+        return (None, None, None, *found, None, None)
+
+
+#: A plan, a call without its tensors, what is folded, and what ``folds_directly`` holds of: input,
+#: weight, bias, norm_weight, norm_bias, running_mean and running_var.
+direct: Callable[..., Tensor] = DirectBatchNorm.apply
+
+
+def again(known: Seen, tensors: Sequence[Any]) -> Tensor:
+    """The output of a call that is known."""
+    input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
+    folded = batch_norm.fold(mean, variance, norm_weight, norm_bias, known.template.eps)
+    if known.save:
+        return direct(known.plan, known.template, folded, *tensors)
+    return known.plan.run(input, weight, bias, *folded).output

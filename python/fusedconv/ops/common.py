@@ -40,20 +40,6 @@ def gradient_layout(gradient: str, tensor: Tensor) -> Layout:
     return result_layout_of(tensor) if gradient in ("input", "weight") else "nchw"
 
 
-def promised(kernel: str, name: str, result: Tensor | None, like: Tensor, layout: str) -> Tensor:
-    """A gradient as an operator promises it: dense, of its tensor's dtype.
-
-    Raises KernelError where ``kernel`` did not compute it, or in another shape.
-    """
-    if result is None or result.shape != like.shape:
-        got = "none" if result is None else f"shape {tuple(result.shape)}"
-        raise KernelError(
-            f"{kernel}: got {got} for the gradient of {name}, expected shape {tuple(like.shape)}"
-        )
-    result = dense(result, layout)
-    return result if result.dtype == like.dtype else result.to(like.dtype)
-
-
 def computed_gradients(
     plan: BackwardPlan,
     names: tuple[str, ...],
@@ -64,18 +50,30 @@ def computed_gradients(
     saved: tuple[Tensor | None, Tensor | None, Tensor | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """A plan's gradients of an operator's tensors, as it promises them; None where there is no need
-    of one. ``names`` are those of the tensors, ``gradient_names`` what a problem calls their
-    gradients, ``given(*tensors)`` what a plan takes; ``saved`` are conv_output, mean and rstd."""
+    """A plan's gradients of an operator's tensors, as it promises them: dense, of its tensor's
+    dtype; None where there is no need of one. ``names`` are those of the tensors,
+    ``gradient_names`` what a problem calls their gradients, ``given(*tensors)`` what a plan takes;
+    ``saved`` are conv_output, mean and rstd.
+
+    Raises KernelError where a kernel did not compute one, or in another shape.
+    """
     input, weight, _, norm_weight, norm_bias = given(*tensors)
     found = run_backward(plan, BackwardTensors(grad, input, weight, *saved, norm_weight, norm_bias))
     gradients: list[Tensor | None] = []
-    for name, gradient, tensor, need in zip(names, gradient_names, tensors, needs, strict=True):
-        if not need or tensor is None:
+    for place, tensor in enumerate(tensors):
+        if tensor is None or not needs[place]:
             gradients.append(None)
             continue
-        layout = gradient_layout(gradient, tensor)
-        gradients.append(promised(plan.kernel, name, getattr(found, gradient), tensor, layout))
+        gradient = gradient_names[place]
+        result: Tensor | None = getattr(found, gradient)
+        if result is None or result.shape != tensor.shape:
+            got = "none" if result is None else f"shape {tuple(result.shape)}"
+            raise KernelError(
+                f"{plan.kernel}: got {got} for the gradient of {names[place]}, expected shape "
+                f"{tuple(tensor.shape)}"
+            )
+        result = dense(result, gradient_layout(gradient, tensor))
+        gradients.append(result if result.dtype == tensor.dtype else result.to(tensor.dtype))
     return gradients
 
 
@@ -242,14 +240,7 @@ def register_gradients(
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def direct_operator(
-    names: tuple[str, ...],
-    gradient_names: tuple[str, ...],
-    given: Callable[..., Tensors],
-    in_torch: Callable[[Any], Tensor],
-    dispatched: Callable[..., Sequence[Tensor]],
-    recomputed: Callable[[Any], Tensor | None],
-) -> Callable[..., Tensor]:
+class DirectOperator:
     """An operator as autograd follows it without the dispatcher, for calls that ``goes_direct``
     finds nobody else to see: the dispatcher takes longer than a small tensor.
 
@@ -257,67 +248,118 @@ def direct_operator(
     gradients, ``given(*tensors)`` what a plan takes. ``in_torch(call)`` is the output in torch's
     operators, for second derivatives; ``dispatched(grad, conv_output, mean, rstd, needs, call)``
     are the gradients for a backward pass that somebody wants to see; ``recomputed(call)`` is the
-    convolution's output where a call has left it to be computed anew, else None. The result is
-    called with a plan, a call without its tensors, which autograd saves, and the tensors.
+    convolution's output where a call has left it to be computed anew, else None.
+
+    Backward passes run in a thread of their own, whose caches hold none of this: what they need not
+    do takes two or three times as long there as in the caller's.
     """
 
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
-            outputs = run(plan, *given(*tensors))
-            if outputs.conv_output is not None:
-                outputs = _apart(tensors[0], outputs)
-            output, conv_output, mean, rstd = outputs
-            output = owning(output)
-            ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*tensors, conv_output, mean, rstd)
-            ctx.plan = plan
-            ctx.template = template
-            ctx.recording = record.current()
-            return output
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        gradient_names: tuple[str, ...],
+        given: Callable[..., Tensors],
+        in_torch: Callable[[Any], Tensor],
+        dispatched: Callable[..., Sequence[Tensor]],
+        recomputed: Callable[[Any], Tensor | None],
+    ) -> None:
+        self.names = names
+        self.gradient_names = gradient_names
+        self.given = given
+        self.in_torch = in_torch
+        self.dispatched = dispatched
+        self.recomputed = recomputed
+        self.count = len(names)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            (grad,) = grads
-            if grad is None:
-                return (None,) * (2 + len(names))
-            *tensors, conv_output, mean, rstd = ctx.saved_tensors
-            needs = ctx.needs_input_grad[2:]
+    def call(self, template: Any, tensors: Sequence[Tensor | None]) -> Any:
+        """A call of which ``template`` has everything but its tensors."""
+        return template._replace(**dict(zip(self.names, tensors, strict=True)))
 
-            def call(tensors: Sequence[Tensor | None]) -> Any:
-                return ctx.template._replace(**dict(zip(names, tensors, strict=True)))
+    def forward(
+        self, ctx: Any, plan: ForwardPlan, template: Any, tensors: Any, *others: Tensor | None
+    ) -> Tensor:
+        """The output; saves in ``ctx`` what ``gradients`` reads, and ``others`` behind."""
+        outputs = run(plan, *self.given(*tensors))
+        if outputs.conv_output is not None:
+            outputs = _apart(tensors[0], outputs)
+        output, conv_output, mean, rstd = outputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, conv_output, mean, rstd, *others)
+        ctx.plan = plan
+        ctx.template = template
+        ctx.recording = record.current()
+        return owning(output)
 
-            found: Sequence[Tensor | None]
-            if differentiates_gradients(grad):
-                found = gradients_by_composition(
-                    lambda *tensors: in_torch(call(tensors)), tensors, needs, grad
-                )
-                return (None, None, *found)
-            with recorded_with(ctx.recording):
-                if is_batched(grad) or not goes_direct(grad, (grad, *tensors)):
-                    found = dispatched(grad, conv_output, mean, rstd, needs, call(tensors))
+    def gradients(
+        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> tuple[list[Tensor | None], bool]:
+        """First gradients of the call's tensors, as far as ``needs`` asks for them, and whether
+        nobody wanted to see them computed; ``saved`` are all tensors that ``forward`` saved."""
+        if ctx.recording is None:
+            return self._gradients(ctx, grad, saved, needs)
+        with record.attached(ctx.recording):
+            return self._gradients(ctx, grad, saved, needs)
+
+    def _gradients(
+        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> tuple[list[Tensor | None], bool]:
+        count = self.count
+        tensors = saved[:count]
+        conv_output, mean, rstd = saved[count : count + 3]
+        if is_batched(grad) or not goes_direct(grad, (grad, *tensors, *saved[count + 3 :])):
+            call = self.call(ctx.template, tensors)
+            found = self.dispatched(grad, conv_output, mean, rstd, needs, call)
+            return [each if need else None for each, need in zip(found, needs, strict=True)], False
+        if conv_output is None:
+            conv_output = self.recomputed(self.call(ctx.template, tensors))
+        plan = gradient_plan(
+            ctx.plan,
+            lambda: self.call(ctx.template, tensors),
+            grad,
+            conv_output,
+            self.gradient_names,
+            needs,
+        )
+        gradients = computed_gradients(
+            plan,
+            self.names,
+            self.gradient_names,
+            self.given,
+            tensors,
+            grad,
+            (conv_output, mean, rstd),
+            needs,
+        )
+        return gradients, True
+
+    def function(self) -> Callable[..., Tensor]:
+        """Takes a plan, a call without its tensors, and these; autograd follows it."""
+        operator, count = self, self.count
+        nothing = (None,) * (2 + count)
+
+        class Direct(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
+                return operator.forward(ctx, plan, template, tensors)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+                if grad is None:
+                    return nothing
+                saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+                if differentiates_gradients(grad):
+                    found = gradients_by_composition(
+                        lambda *tensors: operator.in_torch(operator.call(ctx.template, tensors)),
+                        saved[:count],
+                        needs,
+                        grad,
+                    )
                 else:
-                    if conv_output is None:
-                        conv_output = recomputed(call(tensors))
-                    plan = gradient_plan(
-                        ctx.plan, lambda: call(tensors), grad, conv_output, gradient_names, needs
-                    )
-                    saved = (conv_output, mean, rstd)
-                    return (
-                        None,
-                        None,
-                        *computed_gradients(
-                            plan, names, gradient_names, given, tensors, grad, saved, needs
-                        ),
-                    )
-            return (
-                None,
-                None,
-                *(gradient if need else None for gradient, need in zip(found, needs, strict=True)),
-            )
+                    found, _ = operator.gradients(ctx, grad, saved, needs)
+                return (None, None, *found)
 
-    direct: Callable[..., Tensor] = Direct.apply
-    return direct
+        direct: Callable[..., Tensor] = Direct.apply
+        return direct
 
 
 def refuse_second_derivatives(name: str) -> None:

@@ -13,11 +13,11 @@ from fusedconv.kernels.torch import TorchPlan
 from fusedconv.layout import dense, empty, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
+    DirectOperator,
     any_requires_grad,
     composed,
     computed_gradients,
     differentiates_gradients,
-    direct_operator,
     gradient_layout,
     gradients_by_composition,
     operator_outputs,
@@ -273,7 +273,8 @@ def _traced(*arguments: Any) -> Tensor:
 register_gradients(_NAME, _gradients, _setup_context, in_torch)
 
 
-direct = direct_operator(
+#: Of ``ConvCall``'s tensors.
+OPERATOR = DirectOperator(
     _DIFFERENTIABLE,
     _DIFFERENTIABLE,
     _given,
@@ -285,6 +286,7 @@ direct = direct_operator(
     ),
     recomputed,
 )
+direct = OPERATOR.function()
 
 
 def template(call: ConvCall) -> ConvCall:

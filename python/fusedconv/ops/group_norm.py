@@ -11,11 +11,11 @@ from torch import Tensor
 from fusedconv.layout import empty, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
+    DirectOperator,
     Tensors,
     composed,
     computed_gradients,
     differentiates_gradients,
-    direct_operator,
     gradient_layout,
     gradients_by_composition,
     operator_outputs,
@@ -180,7 +180,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 register_gradients(_NAME, _gradients, _setup_context, in_torch)
-direct = direct_operator(
+direct = DirectOperator(
     _DIFFERENTIABLE,
     _GRADIENTS,
     _given,
@@ -189,6 +189,6 @@ direct = direct_operator(
         grad, mean, rstd, needs, *call
     ),
     lambda call: None,
-)
+).function()
 register_batching(_NAME)
 refuse_second_derivatives(f"{_NAME}_backward")

@@ -70,12 +70,10 @@ def _key(tensors: Any, arguments: tuple[object, ...]) -> Hashable:
         input.stride(),
         input.data_ptr() & 15 == 0,  # whether kernels may read 16 bytes of it at once
         input.requires_grad,
-        None if weight is None else (type(weight), weight.shape, weight.requires_grad),
+        None if weight is None else (weight.shape, weight.requires_grad),
         input.dtype,
         input.get_device(),
-        tensors[2] is None,
-        tensors[-2] is None,
-        tensors[-1] is None,
+        *map(type, tensors),  # and which there are
         torch.is_grad_enabled(),
         forced_kernels(),
         conv_fp32_precision() if input.is_cuda else None,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedconv import _C
-from fusedconv.device import Device, device_record
-from fusedconv.kernels.cuda.program import HAS_CUDA, run_program
+from fusedconv.device import device_record
+from fusedconv.kernels.cuda.program import HAS_CUDA, allocator, run_program
 from fusedconv.precision import COMPILED_DTYPES
 
 # Slots of the program's pointers.
@@ -19,7 +19,7 @@ MEAN, VARIANCE, WEIGHT, BIAS, SCALE, SHIFT = range(6)
 
 @functools.lru_cache(maxsize=1024)
 def _program(
-    device: Device,
+    index: int,
     channels: int,
     eps: float,
     statistics: torch.dtype,
@@ -27,7 +27,7 @@ def _program(
     weight: bool,
     bias: bool,
 ) -> _C.Program:
-    program = _C.Program(device.index, 1, 0)
+    program = _C.Program(index, 1, 0)
     absent = _C.Operand()
     program.before(
         _C.batch_norm.Fold(
@@ -55,6 +55,7 @@ def folds(*tensors: Tensor | None) -> bool:
     return (
         HAS_CUDA
         and first.is_cuda
+        and first.dim() == 1
         and all(
             each.device == first.device and each.shape == first.shape and each.is_contiguous()
             for each in given
@@ -76,7 +77,7 @@ def fold(
     channels = running_mean.numel()
     given = weight if weight is not None else bias
     program = _program(
-        device,
+        device.index,
         channels,
         eps,
         running_mean.dtype,
@@ -84,7 +85,9 @@ def fold(
         weight is not None,
         bias is not None,
     )
-    scale, shift = running_mean.new_empty(2, channels, dtype=torch.float32).unbind()
+    empty = allocator(running_mean.device)
+    scale = empty((channels,), (1,), torch.float32)
+    shift = empty((channels,), (1,), torch.float32)
     run_program(
         program, device, (running_mean, running_var, weight, bias, scale, shift), running_mean
     )
@@ -97,9 +100,9 @@ GRAD_SCALE, GRAD_SHIFT, GRAD_WEIGHT, GRAD_BIAS = range(2, 6)
 
 @functools.lru_cache(maxsize=1024)
 def _gradients_program(
-    device: Device, channels: int, eps: float, statistics: torch.dtype, affine: torch.dtype
+    index: int, channels: int, eps: float, statistics: torch.dtype, affine: torch.dtype
 ) -> _C.Program:
-    program = _C.Program(device.index, 1, 0)
+    program = _C.Program(index, 1, 0)
     program.before(
         _C.batch_norm.GradientsOfFold(
             channels=channels,
@@ -129,8 +132,10 @@ def fold_gradients(
     """Gradients of weight and bias in ``dtype``, as far as they are ``wanted``, from those of what
     ``fold`` returned: dense, float32, None for zeros."""
     device = device_record(running_mean.device)
-    program = _gradients_program(device, running_mean.numel(), eps, running_mean.dtype, dtype)
-    found = [torch.empty_like(running_mean, dtype=dtype) if want else None for want in wanted]
+    channels = running_mean.numel()
+    program = _gradients_program(device.index, channels, eps, running_mean.dtype, dtype)
+    empty = allocator(running_mean.device)
+    found = [empty((channels,), (1,), dtype) if want else None for want in wanted]
     run_program(
         program, device, (running_mean, running_var, grad_scale, grad_shift, *found), running_mean
     )

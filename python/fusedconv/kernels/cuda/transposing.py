@@ -25,8 +25,10 @@ def has_whole_vectors(channels: int, dtype: torch.dtype) -> bool:
 
 
 def whole_channels(channels: int, dtype: torch.dtype) -> int:
-    """Of a pixel that is padded to whole 16 bytes."""
-    return line_pitch(channels, dtype)
+    """Of a pixel that is padded to whole 16 bytes; as they are where kernels would not count so
+    many."""
+    padded = line_pitch(channels, dtype)
+    return padded if padded < 1 << 31 else channels
 
 
 def transposed_to_channels_first(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from converting import calls
 from folding import fold_here
+from problems import explained
 from reference import (
     ACTIVATIONS,
     LAYOUTS,
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedconv
 from fusedconv import functional, ops
+from fusedconv.conversion import modules
 from fusedconv.kernels.cuda import batch_norm
 from fusedconv.ops import seen
 
@@ -485,8 +487,6 @@ def test_a_backward_pass_is_recorded(called):
     layer = Layer()
     x = leaves()["input"]
     ours(layer.tensors(x))
-    from problems import explained
-
     kernels = [each.kernel for each in explained(layer, x, gradients=True)]
     assert len(kernels) == 2 and "torch_epilogue_backward" in kernels[1]
 
@@ -507,8 +507,6 @@ def test_batched_gradients_of_a_known_call(called):
 
 
 def test_converted_models_are_served_by_it(called, monkeypatch):
-    from fusedconv.conversion import modules
-
     monkeypatch.setattr(modules, "reason_against_norm", lambda *arguments: None)
     model = nn.Sequential(nn.ConvTranspose2d(4, K, 3, 2), nn.BatchNorm2d(K), nn.ReLU()).eval()
     x = leaves()["input"]

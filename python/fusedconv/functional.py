@@ -375,7 +375,8 @@ def fold_batch_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its
-    tensors [K]; in float32 or wider. Autograd follows it to weight and bias.
+    tensors [K]; in float32 or wider. Autograd follows it to weight and bias. Behind a convolution
+    ``conv_transpose_act_norm`` of norm "batch" does it within its call.
 
     y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
     Raises ValueError or TypeError naming the argument, its value and what is expected.

@@ -17,16 +17,16 @@ namespace fusedconv::conv::direct {
 // Blocks of a launch.
 unsigned checked_blocks(Arguments const& arguments);
 
-template <class T, int kTaps>
+template <class T, int kTaps, int kChannels>
 void launch_planes(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &convolve_planes<T, kTaps>;
+  constexpr auto kernel = &convolve_planes<T, kTaps, kChannels>;
   Schedule const& s = a.config.schedule;
   FUSEDCONV_CHECK(!s.stores_runs || device::is_aligned(a.output, 16), a.config.row->name,
                   ": output: got an address that is no multiple of 16 bytes");
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
-  kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(Params::of(a),
-                                                                  s.shared_bytes / s.teams);
+  kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(
+      Params::of(a), (s.shared_bytes - kMomentsBytes) / s.teams);
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
@@ -47,9 +47,15 @@ void launch(Arguments const& a, cudaStream_t stream) {
     constexpr int kWidest = 16 / int(sizeof(T));
     return s.vector == 1 ? launch_pixels<T, 1>(a, stream) : launch_pixels<T, kWidest>(a, stream);
   }
-  if (s.run_taps == kGeneral) return launch_planes<T, kGeneral>(a, stream);
+  if (s.run_taps == kGeneral) return launch_planes<T, kGeneral, 1>(a, stream);
   [&]<int... kTaps>(std::integer_sequence<int, kTaps...>) {
-    (void)((s.run_taps == kTaps ? (launch_planes<T, kTaps>(a, stream), true) : false) || ...);
+    auto const of = [&]<int kEach>(std::integral_constant<int, kEach>) {
+      constexpr int kSeveral = channels_of(int(sizeof(T)), kRunTaps[kEach].kernel);
+      s.unit_channels == 1 ? launch_planes<T, kEach, 1>(a, stream)
+                           : launch_planes<T, kEach, kSeveral>(a, stream);
+      return true;
+    };
+    (void)((s.run_taps == kTaps && of(std::integral_constant<int, kTaps>{})) || ...);
   }(std::make_integer_sequence<int, kRunTapsCount>{});
 }
 

@@ -9,9 +9,6 @@
 
 namespace fusedconv::conv::direct {
 
-// Phases along an axis that the host computes.
-inline constexpr int kFirstPhases = 8;
-
 struct Params {
   void const* input;
   void const* weight;
@@ -23,10 +20,19 @@ struct Params {
   Phase first_phases[kMaxAxes][kFirstPhases];
   int tile[kMaxAxes], extent[kMaxAxes], lines[kMaxAxes], box[kMaxAxes], before[kMaxAxes];
   int channels, output_channels, groups;  // channels of a group
-  int block_channels, weight_floats, team_threads, segment, tile_count, run_count;
-  // From a thread's row to its next: outputs along height and width, in the box.
+  int block_channels, weight_floats, bias_floats, team_threads, tile_count, run_count;
+  // Channels first:
+  int64_t output_pixels;
+  int units;       // of a tile
   int team_lines;  // that are staged at once
-  int group_lines, row_height, row_width, row_floats;
+  // From a thread's row to its next: outputs along height and width, in the box.
+  int row_height, row_width, row_floats;
+  // In the staged input, and in the staged weights: from a plane, a channel or a row to the next;
+  // from a tap of a phase to its next along height and depth.
+  int box_plane, box_channel, weight_row, weight_plane, weight_channel;
+  int tap_rows, tap_planes, tap_weight_rows, tap_weight_planes;
+  // In the staged outputs: from a line, a plane, a channel or a thread's row to the next.
+  int staged_line, staged_plane, staged_channel, staged_row;
   bool activates_output, joined, stores_runs, vector_loads;
   Activation activation;
   int64_t slots;  // of a sample
@@ -34,9 +40,12 @@ struct Params {
   cutlass::FastDivmod tile_d, tile_h, stride_w, phases_h, phases_w, row_groups;
   cutlass::FastDivmod lines_h, runs, kernel_d, kernel_h, kernel_w, taps_channels;
   cutlass::FastDivmod box_d, box_h, team_quads, quad_passes, segment_vectors, extent_h, columns,
-      weight_columns, group_channels;
+      weight_columns, group_channels, segments;
 
   static Params of(Arguments const& arguments);
+
+ private:
+  void set_planes(Schedule const& s);
 };
 
 static __device__ __noinline__ Phase phase_by_call(Axis const& axis, int residue) {
@@ -67,6 +76,31 @@ struct Place {
   }
 };
 
+// How channels first a team's part of shared memory is gone through.
+inline void Params::set_planes(Schedule const& s) {
+  bool const across = s.strip > 0;
+  units = run_count * s.row_groups * s.axes[1].phases * s.tile[0] * s.axes[0].phases;
+  // A thread's rows lie as far apart as a team has threads for, so that those of neighbours are
+  // neighbours, in different banks.
+  row_height = across ? 0 : s.row_groups * s.axes[1].problem.stride;
+  row_width = across ? s.strip * s.run : 0;
+  row_floats = across ? row_width / s.axes[2].problem.stride : s.row_groups * s.box[2];
+  box_plane = s.box[1] * s.box[2];
+  box_channel = s.box[0] * box_plane;
+  weight_row = s.block_channels * kernel_w.divisor;
+  weight_plane = s.axes[1].problem.kernel * weight_row;
+  weight_channel = s.axes[0].problem.kernel * weight_plane;
+  tap_rows = s.axes[1].sub_dilation * s.box[2];
+  tap_planes = s.axes[0].sub_dilation * box_plane;
+  tap_weight_rows = s.axes[1].tap_step * weight_row;
+  tap_weight_planes = s.axes[0].tap_step * weight_plane;
+  staged_line = s.staged[2];
+  staged_plane = s.staged[1];
+  staged_channel = s.staged[0];
+  staged_row = row_height * staged_line + row_width;
+  segments = cutlass::FastDivmod(s.segments());
+}
+
 inline Params Params::of(Arguments const& a) {
   Config const& config = a.config;
   Problem const& c = config.problem;
@@ -95,14 +129,9 @@ inline Params Params::of(Arguments const& a) {
   p.groups = c.groups;
   p.block_channels = s.block_channels;
   p.weight_floats = s.weight_floats;
+  p.bias_floats = s.bias_floats();
   p.team_threads = s.team_threads();
-  p.segment = s.segment;
   p.run_count = s.strip > 0 ? s.strip : int(ceil_div(s.tile[2], last ? kPixels : s.run));
-  bool const across = s.strip > 0;
-  p.group_lines = across ? 1 : kRows;
-  p.row_height = across ? 0 : s.axes[1].problem.stride;
-  p.row_width = across ? s.strip * s.run : 0;
-  p.row_floats = across ? p.row_width / s.axes[2].problem.stride : s.box[2];
   int64_t const tiles = a.batch * s.sample_tiles() * s.channel_blocks * (last ? 1 : c.groups);
   p.tile_count = int(tiles);
   p.activates_output = a.activates_output;
@@ -130,6 +159,8 @@ inline Params Params::of(Arguments const& a) {
   p.kernel_h = divisor(c.axes[1].kernel);
   // Channels first, filter rows are read four taps at once.
   p.kernel_w = divisor(last ? c.axes[2].kernel : int(round_up(c.axes[2].kernel, 4)));
+  p.output_pixels = 1;
+  for (AxisProblem const& axis : c.axes) p.output_pixels *= axis.output;
   p.taps_channels = divisor(c.channels);
   p.box_d = divisor(s.box[0]);
   p.box_h = divisor(s.box[1]);
@@ -139,11 +170,13 @@ inline Params Params::of(Arguments const& a) {
   p.team_quads = divisor(std::min(quads, p.team_threads));
   p.quad_passes = divisor(int(ceil_div(quads, p.team_quads.divisor)));
   p.team_lines = std::max(1, p.team_threads / p.team_quads.divisor);
-  p.segment_vectors = divisor(s.segment / vector);
+  // One that begins and ends anywhere.
+  p.segment_vectors = divisor(int(ceil_div(s.segment + vector - 1, vector)));
   p.extent_h = divisor(s.extent[1]);
   p.columns = divisor(s.block_channels / s.vector);
   p.weight_columns = divisor(s.block_channels);
   p.group_channels = divisor(c.output_channels);
+  if (!last) p.set_planes(s);
   return p;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "fusedconv/check.hpp"
@@ -10,15 +11,25 @@
 namespace fusedconv::conv::direct {
 namespace {
 
-// Of a block, so that a multiprocessor has several at once.
-constexpr int kGoodSharedBytes = 40 << 10;
-constexpr int kMostOutputs = 16384;  // of a tile
+constexpr int kGoodWeightBytes = 20 << 10;  // of a team
+constexpr int kGoodPixelBytes = 40 << 10;   // of a block, channels last
+constexpr int kBlockBytes = 1 << 10;        // that the system takes of each block's shared memory
+constexpr int kMostOutputs = 16384;         // of a tile
 constexpr int kPixelsOfThread = 32;
-// What staging four positions, and kRows runs, cost beside each other, and what a tile costs a
-// thread.
+// Channels first, in instructions of a thread: to stage four positions, for an output beside its
+// products, for one of these, for a unit, for a group of output channels and for a tile.
 constexpr double kStagingCost = 35.0;
-constexpr double kRunsCost = 250.0;
-constexpr double kTileCost = 150.0;
+constexpr double kOutputCost = 12.0;
+constexpr double kProductCost = 1.2;
+constexpr double kGeneralProductCost = 8.0;
+constexpr double kUnitCost = 100.0;
+constexpr double kGroupCost = 150.0;
+constexpr double kTileCost = 300.0;
+constexpr double kSegmentCost = 400.0;  // of outputs that are contiguous
+// How many lanes read a quad of shared memory at once, and by which share a unit takes longer where
+// they are of other lines than neighbours too, for each that may lie in the same banks.
+constexpr int kQuadsAtOnce = 8;
+constexpr double kConflictCost = 0.05;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -26,7 +37,10 @@ Schedule refused(std::string reason) {
   return result;
 }
 
-int compiled_taps(AxisProblem const& width) {
+// Index into kRunTaps. The phases along the other axes are in a table then.
+int compiled_taps(Problem const& p) {
+  if (p.axes[0].stride > kFirstPhases || p.axes[1].stride > kFirstPhases) return kGeneral;
+  AxisProblem const& width = p.axes[2];
   for (int i = 0; i < kRunTapsCount; ++i) {
     RunTaps const& taps = kRunTaps[i];
     if (width.stride == taps.stride && width.kernel == taps.kernel && width.dilation == 1 &&
@@ -60,21 +74,44 @@ void set_tile(Schedule& s, int d, int h) {
   }
 }
 
+// The least number from `least` on that differs from `like` by whole vectors.
+int64_t congruent(int64_t least, int64_t like, int vector) {
+  return least + ((like - least) % vector + vector) % vector;
+}
+
+// Channels first: how a team's outputs lie in shared memory on their way, and what they take there.
+int64_t staged_bytes(Schedule& s, int element) {
+  int const vector = 16 / element;
+  int64_t const width = s.axes[2].problem.output;
+  int64_t const plane = width * s.axes[1].problem.output;
+  s.joined = s.tile[2] == width;
+  int64_t const segment = s.joined ? s.extent[1] * width : s.tile[2];
+  int64_t const line = s.joined ? width : congruent(segment, width, vector);
+  int64_t const staged_plane = congruent(s.extent[1] * line, plane, vector);
+  int64_t const pixels = plane * s.axes[0].problem.output;
+  int64_t const channel = congruent(s.extent[0] * staged_plane, pixels, vector);
+  if (channel > std::numeric_limits<int>::max()) return channel * element;
+  s.segment = int(segment);
+  s.staged = {int(channel), int(staged_plane), int(line)};
+  // The first begins up to a vector behind a multiple of 16 bytes.
+  return s.stores_runs ? 0 : (round_up(s.unit_channels * channel, vector) + vector) * element;
+}
+
 // Channels first: the box and what shared memory a team's tile takes, in bytes.
 int64_t team_bytes(Schedule& s, Problem const& p, int element) {
   AxisProblem const& width = s.axes[2].problem;
   // Few lines along height leave a thread's rows no room there.
-  bool const across = s.axes[1].positions <= kRows / 2;
+  bool const across = s.axes[1].positions <= s.rows / 2;
   int64_t const runs = ceil_div(s.tile[2], s.run);
   int const unit = s.run_taps == kGeneral ? width.stride : 4;
-  s.strip = across ? int(round_up(ceil_div(runs, kRows), unit)) : 0;
-  s.row_groups = across ? s.tile[1] : int(ceil_div(s.tile[1], kRows));
+  s.strip = across ? int(round_up(ceil_div(runs, s.rows), unit)) : 0;
+  s.row_groups = across ? s.tile[1] : int(ceil_div(s.tile[1], s.rows));
   for (int i = 0; i < 2; ++i) {
     s.before[i] = s.axes[i].lowest;
     s.box[i] = s.tile[i] + s.axes[i].highest - s.axes[i].lowest;
   }
-  if (!across) s.box[1] += s.row_groups * kRows - s.tile[1];
-  int const columns = across ? kRows * s.strip * s.run : s.tile[2];
+  if (!across) s.box[1] += s.row_groups * s.rows - s.tile[1];
+  int const columns = across ? s.rows * s.strip * s.run : s.tile[2];
   if (s.run_taps != kGeneral) {
     RunTaps const& taps = kRunTaps[s.run_taps];
     s.before[2] = width.padding / taps.stride + taps.lowest(s.run);
@@ -84,31 +121,42 @@ int64_t team_bytes(Schedule& s, Problem const& p, int element) {
     s.box[2] = (columns - 1) / width.stride + 2 + s.axes[2].highest - s.axes[2].lowest;
   }
   s.box[2] = int(round_up(s.box[2], 4));
-  s.joined = s.tile[2] == width.output;
-  int const vector = 16 / element;
-  int64_t const line = s.joined ? int64_t(s.extent[1]) * s.tile[2] : s.tile[2];
-  int64_t const segments = s.joined ? s.extent[0] : int64_t(s.extent[0]) * s.extent[1];
-  int64_t const segment = round_up(line, vector) + vector;
-  s.segment = int(std::min<int64_t>(segment, std::numeric_limits<int>::max()));
+  // Neighbours read quads of neighbouring lines: an odd number of quads lies in different banks.
+  if (!s.stores_runs && s.box[2] % 8 == 0) s.box[2] += 4;
   int64_t const box = int64_t(s.box[0]) * s.box[1] * s.box[2] * p.channels;
-  int64_t const staged = s.stores_runs ? 0 : segments * segment * element;
-  return 4 * (box + s.weight_floats) + staged;
+  return 4 * (box + s.weight_floats + s.bias_floats()) + staged_bytes(s, element);
 }
 
 Schedule planes(Schedule s, Problem const& p, int element, Device const& device) {
-  s.run_taps = compiled_taps(p.axes[2]);
+  s.run_taps = compiled_taps(p);
   s.run = s.run_taps == kGeneral ? 1 : run_of(element);
   s.stores_runs = s.run_taps != kGeneral && p.axes[2].output % s.run == 0;
   int64_t const taps = int64_t(p.axes[0].kernel) * p.axes[1].kernel;
   int64_t const channel_weights = taps * round_up(p.axes[2].kernel, 4) * p.channels;
   s.block_channels =
-      int(std::clamp<int64_t>(kGoodSharedBytes / 2 / (4 * channel_weights), 1, p.output_channels));
+      int(std::clamp<int64_t>(kGoodWeightBytes / (4 * channel_weights), 1, p.output_channels));
+  int const several = channels_of(element, p.axes[2].kernel);
+  // Three of four are as much work as four, and three one by one are more.
+  if (s.run_taps != kGeneral && s.block_channels * 4 >= several * 3) {
+    s.unit_channels = several;
+    int const fitting = std::max(several, s.block_channels / several * several);
+    s.block_channels =
+        s.block_channels < p.output_channels ? fitting : int(round_up(p.output_channels, several));
+  }
+  s.rows = rows_of(s.run, s.unit_channels);
   s.channel_blocks = int(ceil_div(p.output_channels, s.block_channels));
   int64_t const weights = s.block_channels * channel_weights;
   if (weights * 4 > device.shared_bytes) {
     return refused("the filter of a channel exceeds the shared memory of a multiprocessor");
   }
   s.weight_floats = int(weights);
+  double products = p.channels;  // of an output
+  for (AxisProblem const& axis : p.axes) products *= double(axis.kernel) / axis.stride;
+  double const product_cost = s.run_taps == kGeneral ? kGeneralProductCost : kProductCost;
+  double const unit_cost =
+      kUnitCost + s.unit_channels * s.rows * s.run * (kOutputCost + products * product_cost);
+  int const groups = s.block_channels / s.unit_channels;
+  int64_t const good_bytes = device.shared_bytes / blocks_of(s.unit_channels) - kBlockBytes;
   double best = std::numeric_limits<double>::max();
   Schedule result = s;
   auto const consider = [&](int d, int h, int w, int64_t most_bytes) {
@@ -120,24 +168,31 @@ Schedule planes(Schedule s, Problem const& p, int element, Device const& device)
     int64_t const bytes = team_bytes(candidate, p, element);
     int64_t const runs = candidate.strip > 0 ? candidate.strip : ceil_div(w, s.run);
     int64_t const units = runs * candidate.row_groups * s.axes[1].phases * d * s.axes[0].phases;
-    if (bytes > most_bytes) return;
-    if (outputs > kMostOutputs && most_bytes == kGoodSharedBytes) return;
+    if (bytes + kMomentsBytes > most_bytes) return;
+    if (outputs > kMostOutputs && most_bytes == good_bytes) return;
     int const threads =
         int(std::clamp<int64_t>(int64_t(std::bit_ceil(uint64_t(units))), kWarp, kThreads));
     candidate.teams = kThreads / threads;
-    while (candidate.teams > 1 && candidate.teams * bytes > most_bytes) candidate.teams /= 2;
+    while (candidate.teams > 1 && candidate.teams * bytes + kMomentsBytes > most_bytes) {
+      candidate.teams /= 2;
+    }
     int64_t const team = candidate.team_threads();
     double const staged = double(ceil_div(int64_t(p.channels) * candidate.box_floats() / 4, team));
-    double const computed = double(ceil_div(units, team)) * s.block_channels;
+    int const ways =
+        s.stores_runs ? 1 : kQuadsAtOnce / std::gcd(candidate.row_groups, kQuadsAtOnce);
+    int64_t const segments = s.stores_runs ? 0 : s.unit_channels * candidate.segments();
+    double const computed =
+        double(ceil_div(units, team)) * unit_cost * (1.0 + (ways - 1) * kConflictCost) +
+        double(ceil_div(segments, team)) * kSegmentCost + kGroupCost;
     double const cost = double(candidate.sample_tiles()) * double(team) *
-                        (staged * kStagingCost + computed * kRunsCost + kTileCost);
+                        (staged * kStagingCost + computed * groups + kTileCost);
     if (cost >= best) return;
     best = cost;
-    candidate.shared_bytes = int(candidate.teams * bytes);
+    candidate.shared_bytes = int(kMomentsBytes + candidate.teams * bytes);
     result = candidate;
   };
   int const lines = int(ceil_div(p.axes[2].output, s.run));
-  for (int64_t const most : {int64_t(kGoodSharedBytes), int64_t(device.shared_bytes)}) {
+  for (int64_t const most : {good_bytes, int64_t(device.shared_bytes)}) {
     for_parts(lines, [&](int runs) {
       for_parts(s.axes[1].positions, [&](int h) {
         for_parts(s.axes[0].positions,
@@ -159,7 +214,7 @@ Schedule pixels(Schedule s, Problem const& p, int element, Device const& device)
   // Of a thread's channels; moments take the place of the weights.
   int64_t const column = s.vector * 4 * taps;
   int const columns = all / s.vector;
-  int const good = int(std::clamp<int64_t>(kGoodSharedBytes / column, 1, 2 * kWarp));
+  int const good = int(std::clamp<int64_t>(kGoodPixelBytes / column, 1, 2 * kWarp));
   s.channel_blocks = int(ceil_div(columns, std::min(columns, good)));
   int const block_columns = int(ceil_div(columns, s.channel_blocks));
   s.block_channels = block_columns * s.vector;

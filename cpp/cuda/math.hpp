@@ -39,30 +39,6 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
-// Two of 16 bits as they lie in memory, the first in the low half, by one conversion.
-template <class T>
-__device__ __forceinline__ uint32_t from_pair(float first, float second) {
-  static_assert(sizeof(T) == 2);
-  uint32_t result;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
-  }
-  return result;
-}
-
-template <class T>
-__device__ __forceinline__ float2 to_pair(uint32_t bits) {
-  static_assert(sizeof(T) == 2);
-  if constexpr (std::is_same_v<T, __half>) {
-    return {__half2float(__ushort_as_half(uint16_t(bits))),
-            __half2float(__ushort_as_half(uint16_t(bits >> 16)))};
-  } else {
-    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
-  }
-}
-
 // What is read back of a value that is stored. Moments of anything else than what is normalised
 // leave a difference of the size of a rounding, which a group of equal values multiplies by
 // 1 / sqrt(eps).

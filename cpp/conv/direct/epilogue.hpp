@@ -7,6 +7,7 @@
 
 #include "conv/direct/params.hpp"
 #include "cuda/math.hpp"
+#include "cuda/pair.hpp"
 #include "fusedconv/activation.hpp"
 #include "groupnorm/moments.hpp"
 

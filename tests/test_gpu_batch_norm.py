@@ -107,9 +107,8 @@ def recalls(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize(
-    ("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)]
-)
+# torch's own BatchNorm of inference has no gradients of a bias without a weight on CUDA.
+@pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, False)])
 def test_a_training_step(dtype, layout, weight, bias, recalls):
     layer, x = layer_and_input(dtype, layout, weight=weight, bias=bias)
     grad = LAYOUTS[layout](torch.randn(4, 32, 32, 32, device="cuda").to(dtype))

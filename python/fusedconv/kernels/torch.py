@@ -309,9 +309,11 @@ class TorchConvolutionPlan(BackwardPlan):
         return convolution_gradients(self.problem, tensors)
 
 
-#: Launches that the vendor's gradients keep the host for, however small the problem: 100 to 170 us
-#: were measured where a launch takes 8. Small problems wait for the host in training.
-_GRADIENTS_HOST = 20.0
+#: Launches that the vendor's gradients keep the host for, however small the problem: a call, and
+#: each of them. 100 to 170 us were measured for three where a launch takes 8. Small problems wait
+#: for the host in training.
+_CALL_HOST = 12.0
+_GRADIENT_HOST = 4.0
 
 
 class TorchConvolutionBackward(BackwardKernel):
@@ -339,7 +341,8 @@ class TorchConvolutionBackward(BackwardKernel):
         if "bias" in problem.gradients:
             size = forward.dtype.itemsize * math.prod(forward.output_shape)
             total += costs.bias.milliseconds(device, forward.precision, 0, size)
-        return max(total, _GRADIENTS_HOST * device.launch_milliseconds)
+        host = _CALL_HOST + _GRADIENT_HOST * len(problem.parts)
+        return max(total, host * device.launch_milliseconds)
 
     def compile(self, problem: BackwardProblem, device: Device) -> TorchConvolutionPlan:
         return TorchConvolutionPlan(problem)

@@ -82,6 +82,7 @@ USE_COMPILED = {
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
     "kernels.cuda.direct_gradients",
+    "kernels.cuda.few_gradients",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
     "kernels.cuda.phase_planes",

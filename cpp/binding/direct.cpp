@@ -39,6 +39,39 @@ void bind_gradients(py::module_& room) {
            py::arg("partials"), py::arg("grad_weight"));
 }
 
+void bind_few_gradients(py::module_& room) {
+  using namespace conv::direct;
+  py::class_<few::Config>(room, "FewConfig", "How gradients of few input channels are cut.")
+      .def_readonly("support", &few::Config::support)
+      .def_property_readonly("taps", &few::Config::taps)
+      .def_property_readonly("items", &few::Config::items, "Tiles of the whole batch.")
+      .def_property_readonly(
+          "lines", [](few::Config const& config) { return config.lines[0] * config.lines[1]; },
+          "Of the output's gradient, that a tile stages.")
+      .def_readonly("passes", &few::Config::passes, "Of a warp over a line.")
+      .def_readonly("values", &few::Config::values, "Of a line, that a thread reads.")
+      .def_readonly("shared_bytes", &few::Config::shared_bytes, "Of a block.")
+      .def_property_readonly("parts", &few::Config::parts, "Of the weight's gradient.")
+      .def_property_readonly("partial_bytes", &few::Config::partial_bytes);
+  room.def("few_config", &few::config_of, py::arg("problem"), py::kw_only(), py::arg("dtype"),
+           py::arg("batch"));
+  py::class_<FewGradients, Step, std::shared_ptr<FewGradients>>(
+      room, "FewGradients", "Gradients of few input channels, as Gradients.")
+      .def(py::init([](few::Config const& config, conv::FilterSource const& source, Operand input,
+                       Operand grad_output, Operand weight, Operand grad_input, Operand partials) {
+             return std::make_shared<FewGradients>(
+                 config, source,
+                 GradientOperands{input, grad_output, weight, grad_input, partials});
+           }),
+           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("input"),
+           py::arg("grad_output"), py::arg("weight"), py::arg("grad_input"), py::arg("partials"));
+  py::class_<AddFewParts, Step, std::shared_ptr<AddFewParts>>(
+      room, "AddFewParts", "The weight's gradient, of its parts.")
+      .def(py::init<few::Config const&, conv::FilterSource const&, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("target"), py::arg("partials"),
+           py::arg("grad_weight"));
+}
+
 }  // namespace
 
 void bind_direct(py::module_& m) {
@@ -77,6 +110,7 @@ void bind_direct(py::module_& m) {
       .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
   bind_convolve_steps<Config>(room);
   bind_gradients(room);
+  bind_few_gradients(room);
 }
 
 }  // namespace fusedconv::binding

@@ -1,9 +1,11 @@
-// The steps of depthwise gradients. They take the whole batch, config.batch.
+// The steps of gradients: of depthwise convolutions, and of those of few input channels. They take
+// the whole batch, config.batch.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "conv/direct/gradients/few_channels.hpp"
 #include "conv/direct/gradients/gradients.hpp"
 #include "program/step.hpp"
 
@@ -40,6 +42,36 @@ class AddWeightParts final : public Step {
 
  private:
   GradientConfig config_;
+  Operand partials_, grad_weight_;
+};
+
+class FewGradients final : public Step {
+ public:
+  FewGradients(few::Config const& config, FilterSource const& source,
+               GradientOperands const& operands);
+
+  std::string describe() const override;
+  std::vector<Operand> operands() const override;
+  void run(RunContext const& context, void* workspace) const override;
+
+ private:
+  few::Config config_;
+  FilterSource source_;
+  GradientOperands operands_;
+};
+
+class AddFewParts final : public Step {
+ public:
+  AddFewParts(few::Config const& config, FilterSource const& target, Operand partials,
+              Operand grad_weight);
+
+  std::string describe() const override;
+  std::vector<Operand> operands() const override;
+  void run(RunContext const& context, void* workspace) const override;
+
+ private:
+  few::Config config_;
+  FilterSource target_;
   Operand partials_, grad_weight_;
 };
 

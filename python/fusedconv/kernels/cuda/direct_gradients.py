@@ -31,7 +31,7 @@ from fusedconv.layout import dense, dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
-from fusedconv.problem import BackwardProblem
+from fusedconv.problem import BackwardProblem, ConvTransposeGeometry
 from fusedconv.support import Support
 
 # Slots of the pointers that the program gets, in this order.
@@ -40,7 +40,7 @@ INPUT, GRAD_OUTPUT, WEIGHT, GRAD_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(6)
 #: Instructions of a tap at a position, and what is reached of memory's copy rate: guesses, no GPU
 #: has timed them.
 _TAP_INSTRUCTIONS = 8.0
-_COPY_SHARE = 0.6
+COPY_SHARE = 0.6
 #: Threads of which a multiprocessor starts an instruction in a cycle.
 _LANES = 128
 
@@ -60,6 +60,15 @@ def _config(problem: BackwardProblem) -> Any:
 def _sums_bias(problem: BackwardProblem) -> bool:
     """Whether a pass of ours sums the bias's gradient; channels last torch does."""
     return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
+
+
+def bias_milliseconds(problem: BackwardProblem, device: Device) -> float:
+    """What the bias's gradient is estimated to take where it is asked for."""
+    if "bias" not in problem.gradients:
+        return 0.0
+    forward = problem.forward
+    read = forward.output_elements * forward.dtype.itemsize
+    return device.copy_milliseconds(read) + 2 * device.launch_milliseconds
 
 
 class DirectGradients(BackwardKernel):
@@ -95,16 +104,13 @@ class DirectGradients(BackwardKernel):
         taps = (inputs > 0) * forward.input_elements * config.taps * _TAP_INSTRUCTIONS
         cycles = taps / (_LANES * max(1, device.multiprocessors))
         total = max(
-            device.copy_milliseconds(passes * size) / _COPY_SHARE,
+            device.copy_milliseconds(passes * size) / COPY_SHARE,
             cycles * 1e3 / device.clock_hertz,
         )
         launches = (inputs > 0) + ("weight" in gradients)
         if "weight" in gradients:
             total += device.copy_milliseconds(2 * config.partial_bytes)
-        if "bias" in gradients:
-            total += device.copy_milliseconds(forward.output_elements * size)
-            launches += 2
-        return total + launches * device.launch_milliseconds
+        return total + launches * device.launch_milliseconds + bias_milliseconds(problem, device)
 
     def compile(self, problem: BackwardProblem, device: Device) -> DirectGradientsPlan:
         return DirectGradientsPlan(problem, device)
@@ -124,8 +130,7 @@ class DirectGradientsPlan(BackwardPlan):
         self._wanted = problem.gradients
         self._layout = forward.output_layout
         self._input = forward.input_shape, dense_strides(forward.input_shape, self._layout)
-        weight = (conv.in_channels, 1, *conv.kernel_size)
-        self._weight = weight, dense_strides(weight, "nchw")
+        self._weight = conv.weight_shape, self._weight_strides(conv)
         self._bias = (conv.out_channels,), (1,)
         self._program = self._build()
         copies = []
@@ -137,12 +142,16 @@ class DirectGradientsPlan(BackwardPlan):
         behind = ["torch sum by channel"] if self._sums_after else []
         self.steps = (*copies, *self._program.steps, *behind)
 
-    def _build(self) -> _C.Program:
-        forward = self.problem.forward
-        conv = forward.conv
+    @staticmethod
+    def _weight_strides(conv: ConvTransposeGeometry) -> tuple[int, ...]:
+        """Of the weight's gradient, as the program writes it."""
+        return dense_strides(conv.weight_shape, "nchw")
+
+    def _add_steps(self, program: _C.Program) -> None:
+        """Appends those of the gradients of input and weight."""
+        conv = self.problem.forward.conv
         assert conv is not None
         config = _config(self.problem)
-        program = _C.Program(self._device.index, forward.batch, 0)
         absent = _C.Operand()
         grad = program.tensor(GRAD_OUTPUT, 0)
         weighs = "weight" in self._wanted
@@ -166,6 +175,11 @@ class DirectGradientsPlan(BackwardPlan):
                     config, partials=partials, grad_weight=program.tensor(GRAD_WEIGHT, 0)
                 )
             )
+
+    def _build(self) -> _C.Program:
+        forward = self.problem.forward
+        program = _C.Program(self._device.index, forward.batch, 0)
+        self._add_steps(program)
         if _sums_bias(self.problem):
             spatial = forward.output_spatial
             lines = lines_problem(
@@ -179,7 +193,7 @@ class DirectGradientsPlan(BackwardPlan):
                     "the output's gradient",
                     problem=lines,
                     input=program.tensor(GRAD_OUTPUT, sample),
-                    output=absent,
+                    output=_C.Operand(),
                     sums=parts,
                 )
             )

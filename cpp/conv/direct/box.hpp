@@ -5,9 +5,17 @@
 
 #include "conv/direct/params.hpp"
 #include "conv/direct/team.hpp"
+#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::direct {
+
+// Four floats to shared memory, by one access: the compiler splits some that it could keep whole.
+__device__ __forceinline__ void store_quad(uint32_t address, float const (&values)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3])
+               : "memory");
+}
 
 // The input under the tile, with zeros outside: [channel, depth, height, width]. A thread has one
 // quad of columns of every few lines (of a box wider than the team, several quads of every line),
@@ -22,10 +30,9 @@ class BoxLoader {
                                        int const (&origin)[kMaxAxes])
       : lead_(p.vector_loads ? origin[2] & 3 : 0), lines_(p.channels * p.box[0] * p.box[1]) {
     p.team_quads(first_line_, quad_, team.thread);
-    int64_t const plane =
-        int64_t(p.axes[0].problem.input) * p.axes[1].problem.input * p.axes[2].problem.input;
+    plane_ = int64_t(p.axes[0].problem.input) * p.axes[1].problem.input * p.axes[2].problem.input;
     input_ = static_cast<T const*>(p.input) +
-             (int64_t(team.place.sample) * p.groups + team.group) * p.channels * plane;
+             (int64_t(team.place.sample) * p.groups + team.group) * p.channels * plane_;
     if (first_line_ < p.team_lines) load(p, origin);
   }
 
@@ -62,7 +69,7 @@ class BoxLoader {
       int const z = line + origin[0], x = origin[2] - lead_ + 4 * quad;
       y += origin[1];
       if (unsigned(z) >= unsigned(d) || unsigned(y) >= unsigned(h)) continue;
-      T const* const source = input_ + ((int64_t(c) * d + z) * h + y) * w + x;
+      T const* const source = input_ + c * plane_ + (z * h + y) * w + x;
       if (p.vector_loads) {
         if (unsigned(x) < unsigned(w)) values_[i] = Quad::load(source);
       } else {
@@ -86,8 +93,7 @@ class BoxLoader {
 #pragma unroll
       for (int v = 0; v < 4; ++v) values[v] = device::to_float(values_[i].values[v]);
       if (lead_ == 0 && column < p.box[2]) {
-        *reinterpret_cast<float4*>(target) =
-            make_float4(values[0], values[1], values[2], values[3]);
+        store_quad(device::shared_address(target), values);
       } else {
 #pragma unroll
         for (int v = 0; v < 4; ++v) {
@@ -100,6 +106,7 @@ class BoxLoader {
   }
 
   int lead_, lines_, first_line_, quad_, item_ = 0;
+  int64_t plane_;  // of a channel; a pixel's number in it fits an int
   T const* input_;
   Quad values_[kQuads];
 };

@@ -292,7 +292,7 @@ def test_the_vendors_estimate_of_many_channels_is_as_it_was():
         return vendor.TorchConvolutionBackward().cost(backward_problem(few(**changes)), H200)
 
     assert cost(channels=8) < 0.5 * cost(channels=7)
-    assert cost(out_channels=8) < cost(out_channels=7)
+    assert cost(channels=16, out_channels=8) < 0.5 * cost(channels=16, out_channels=7)
     assert cost(channels=3, stride=(1, 1, 1), spatial=(32, 64, 64)) < cost()
 
 
@@ -305,4 +305,4 @@ def test_the_cost_of_few_channels():
     assert 0.3 < cost() < 0.7  # what instructions say; no GPU has timed it
     assert max(cost("input"), cost("weight")) < cost() < cost("input") + cost("weight")
     assert cost(channels=1) < cost(channels=4) and cost() < cost(out_channels=32)
-    assert cost(batch=1) < 0.05 * cost()
+    assert cost(batch=1) < 0.2 * cost()

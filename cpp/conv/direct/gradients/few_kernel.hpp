@@ -219,13 +219,16 @@ __device__ __forceinline__ int total_of(int lane) {
 }
 
 // That share a multiprocessor, as their registers allow.
-constexpr int blocks_of(int channels) { return channels == 4 ? 3 : 4; }
+constexpr int blocks_of(int channels, int kernel) {
+  return channels == 4 || (channels == 3 && kernel > 3) ? 3 : 4;
+}
 
 // Positions of the input by output channels of the block's items. Sums of the weight's gradient are
 // a thread's over its positions, then a warp's after each line of taps, which keeps few of them in
 // registers, then the block's.
 template <int kStride, int kKernel, int kChannels, bool kInput, bool kWeighs>
-__global__ void __launch_bounds__(kThreads, blocks_of(kChannels)) gradients(Params const p) {
+__global__ void __launch_bounds__(kThreads, blocks_of(kChannels, kKernel))
+    gradients(Params const p) {
   using C = Columns<kStride, kKernel>;
   constexpr int kPitch = C::pitch();
   constexpr int kVector = weight_vector(kChannels);

@@ -244,8 +244,10 @@ def test_what_has_a_parameter_is_said_and_composed():
             Activation(name, parameter)
     forward = problem(epilogue=(BIAS, LEAKY), save=True)
     for asked in (forward, backward_problem(forward)):
-        for piece, candidate in choose(asked, KNOWN[90]).chosen:
-            assert candidate.kernel.provider == "torch", piece
+        chosen = choose(asked, KNOWN[90]).chosen
+        # The bias is behind the activation's slope: a sum that any kernel may take.
+        providers = {c.kernel.provider for piece, c in chosen if {*piece.parts} != {"bias"}}
+        assert providers == {"torch"}, chosen
     x = torch.randn(5)
     assert torch.equal(activate_by(x, "elu", None), F.elu(x))
     assert torch.equal(activate_by(x, "leaky_relu", 0.5), F.leaky_relu(x, 0.5))

@@ -23,7 +23,7 @@ from torch import nn
 
 from fusedconv.device import PROCESSOR
 from fusedconv.functional import group_norm
-from fusedconv.kernels.cpu.group_norm import CpuGroupNormBackward
+from fusedconv.kernels.cpu.epilogue_gradients import CpuGroupNormBackward
 from fusedconv.modules import ConvTransposeActNorm1d, ConvTransposeActNorm2d
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

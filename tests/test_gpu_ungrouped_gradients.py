@@ -6,111 +6,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+import ungrouped
 from gpu_checks import poison
 from problems import explained
-from reference import ACTIVATIONS, GRADIENT_FLOOR, LAYOUTS, normalised, relative_error
+from reference import ACTIVATIONS, GRADIENT_FLOOR, LAYOUTS, relative_error
 from reference import conv_transpose_act_norm as composition
 from torch import nn
+from ungrouped import PRECISION, STAGES, problem_of
 
 import fusedconv
-from fusedconv import Activation, BackwardProblem, Bias, ForwardProblem, Norm
 from fusedconv.device import device_record
 from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
 from fusedconv.kernels.cuda.ungrouped_gradients import UngroupedBackward, UngroupedBias
-from fusedconv.layout import layout_of
 from fusedconv.plan import BackwardTensors
-from fusedconv.problem import ConvTransposeGeometry
 
 pytestmark = pytest.mark.gpu
 
-EPS = 1e-6
-PRECISION = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = pytest.mark.parametrize("dtype", PRECISION, ids=str)
 KERNEL = UngroupedBackward()
-#: Activations in front and behind.
-STAGES = ((None, None), (None, "gelu"), (None, "relu"), ("gelu_tanh", "silu"), ("relu", None))
-NAMES = ("conv_output", "norm_weight", "norm_bias", "bias")
 
 
-def problem_of(kind, x, weight, bias, before, after, names=NAMES):
-    """Gradients through what follows a convolution of one tap that leaves its input as it is;
-    ``kind`` None is no normalisation."""
-    dtypes = {each.dtype for each in (weight, bias) if each is not None}
-    norm = None
-    if kind is not None:
-        given = weight is not None, bias is not None
-        norm = Norm(kind, 0, EPS, *given, dtypes.pop() if dtypes else None)
-    axes, channels = x.dim() - 2, x.shape[1]
-    one, none = (1,) * axes, (0,) * axes
-    layout = layout_of(x.shape, x.stride())
-    stages = (Activation(before) if before else None, norm, Activation(after) if after else None)
-    forward = ForwardProblem(
-        dtype=x.dtype,
-        output_dtype=x.dtype,
-        precision=PRECISION[x.dtype],
-        layout=layout,
-        aligned=x.data_ptr() % 16 == 0,
-        batch=x.shape[0],
-        channels=channels,
-        spatial=tuple(x.shape[2:]),
-        conv=ConvTransposeGeometry(
-            channels, channels, one, one, none, none, one, 1, (channels, *(1,) * (axes + 1))
-        ),
-        epilogue=(Bias(), *(stage for stage in stages if stage is not None)),
-        save=True,
-    )
-    absent = {name for name, t in (("norm_weight", weight), ("norm_bias", bias)) if t is None}
-    return BackwardProblem(
-        forward,
-        grad_dtype=x.dtype,
-        grad_layout=layout,
-        aligned=forward.aligned,
-        gradients=frozenset(names) - absent,
-    )
-
-
-def assert_as_accurate(kind, x, weight, bias, before, after, names=NAMES):
-    grad = torch.randn_like(x)
-    problem = problem_of(kind, x, weight, bias, before, after, names)
-    device = device_record(x.device)
-    support = KERNEL.supports(problem, device)
-    assert support, support.reason
-    plan = KERNEL.compile(problem, device)
-    tensors = BackwardTensors(grad, x, None, x, None, None, weight, bias)
-    poison()
-    found = plan.run(tensors)
-    again = plan.run(tensors)
-
-    def eager(*given):
-        # torch's LayerNorm takes one dtype only.
-        leaves = [
-            None if each is None else each.detach().to(given[0].dtype).requires_grad_()
-            for each in given
-        ]
-        first, *affine = leaves
-        channels = first.shape[1]
-        filler = (first.new_ones(channels), first.new_zeros(channels))
-        affine = [b if a is None else a for a, b in zip(affine, filler, strict=True)]
-        output = ACTIVATIONS[before](first)
-        if kind is not None:
-            output = normalised(kind, output, *affine, EPS)
-        output = ACTIVATIONS[after](output.to(first.dtype))
-        wanted = [leaf for leaf in leaves if leaf is not None]
-        got = iter(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
-        first, *others = (None if leaf is None else next(got) for leaf in leaves)
-        return dict(zip(NAMES, (first, *others, first.sum((0, *range(2, x.dim())))), strict=True))
-
-    torchs = eager(x, weight, bias)
-    exact = eager(*(None if each is None else each.double() for each in (x, weight, bias)))
-    scale = float(grad.double().norm())
-    for name in problem.gradients:
-        actual = getattr(found, name)
-        assert torch.equal(actual, getattr(again, name)), name
-        if float(exact[name].norm()) < 1e-6 * scale:
-            continue  # cancels to nothing
-        error = relative_error(actual, exact[name])
-        limit = 2 * relative_error(torchs[name], exact[name]) + 4 * GRADIENT_FLOOR[x.dtype]
-        assert error <= limit, (name, error, limit)
+def assert_as_accurate(*arguments):
+    ungrouped.assert_as_accurate(KERNEL, *arguments, prepare=poison)
 
 
 def tensors_of(channels, spatial, layout, dtype, batch=3, affine_dtype=None):

@@ -8,6 +8,7 @@
 #include "cpu/huge_pages.hpp"
 #include "cpu/layer_norm.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/ungrouped_gradients.hpp"
 
 namespace fusedconv::binding {
 
@@ -88,6 +89,33 @@ void bind_cpu(py::module_& m) {
       py::arg("grad_weight"), py::arg("grad_bias"), py::arg("threads"),
       "The gradients of it. Addresses of dense tensors; 0 where weight or bias is absent or a "
       "gradient is not wanted.");
+  auto const ungrouped_gradients = [](auto function) {
+    return [function](GroupNormProblem const& problem, uintptr_t grad_output, uintptr_t input,
+                      uintptr_t weight, uintptr_t bias, uintptr_t grad_input, uintptr_t grad_weight,
+                      uintptr_t grad_bias, uintptr_t grad_front_bias, int threads) {
+      cpu::UngroupedGradients const tensors{.grad_output = address<void>(grad_output),
+                                            .input = address<void>(input),
+                                            .weight = address<void>(weight),
+                                            .bias = address<void>(bias),
+                                            .grad_input = address<void>(grad_input),
+                                            .grad_weight = address<float>(grad_weight),
+                                            .grad_bias = address<float>(grad_bias),
+                                            .grad_front_bias = address<float>(grad_front_bias)};
+      py::gil_scoped_release const release;
+      function(problem, tensors, threads);
+    };
+  };
+  room.def("map_gradients", ungrouped_gradients(&cpu::map_gradients), py::arg("problem"),
+           py::arg("grad_output"), py::arg("input"), py::arg("weight"), py::arg("bias"),
+           py::arg("grad_input"), py::arg("grad_weight"), py::arg("grad_bias"),
+           py::arg("grad_front_bias"), py::arg("threads"),
+           "The gradients of activate(), with the sums of the input's by channel. Addresses of "
+           "dense tensors; 0 where weight or bias is absent or a gradient is not wanted.");
+  room.def("layer_norm_gradients", ungrouped_gradients(&cpu::layer_norm_gradients),
+           py::arg("problem"), py::arg("grad_output"), py::arg("input"), py::arg("weight"),
+           py::arg("bias"), py::arg("grad_input"), py::arg("grad_weight"), py::arg("grad_bias"),
+           py::arg("grad_front_bias"), py::arg("threads"),
+           "The gradients of layer_norm(), as those of activate().");
   room.attr("most_column_stride") = cpu::kMostColumnStride;
   room.def(
       "direct_convolution",

@@ -238,17 +238,8 @@ class Backward {
 
 void group_norm_gradients(GroupNormProblem const& problem, GradientTensors const& tensors,
                           int threads) {
-  check(problem, threads);
-  FUSEDCONV_CHECK(problem.output_layout == problem.input_layout, "output_layout: got ",
-                  name_of(problem.output_layout), ", input_layout is ",
-                  name_of(problem.input_layout));
-  FUSEDCONV_CHECK(problem.output_dtype == problem.dtype || problem.output_dtype == DType::kFloat32,
-                  "output_dtype: got ", name_of(problem.output_dtype), " for an input of ",
-                  name_of(problem.dtype));
-  FUSEDCONV_CHECK(problem.activation_before == Activation::kIdentity ||
-                      problem.activation_after == Activation::kIdentity,
-                  "activation_after: got ", name_of(problem.activation_after), " behind ",
-                  name_of(problem.activation_before));
+  check_gradients(problem, threads);
+  check_one_activation(problem);
   if (is_empty(problem)) {
     for (float* const grad : {tensors.grad_weight, tensors.grad_bias}) {
       if (grad != nullptr) std::fill_n(grad, problem.channels, 0.0f);

@@ -1,38 +1,12 @@
-// LayerNorm over channels for processors. A block of pixels with all their channels is brought to
-// float32 and activated in cache, channel by channel, whichever layout it comes in: there pixels
-// are the lanes of vectors. Their moments are taken about a pivot, the mean of a pixel's first
-// channels, as group_norm.cpp does; then the block is normalised, mapped by channel, activated and
-// written.
+// LayerNorm over channels for processors: a block of pixels is activated, normalised, mapped by
+// channel, activated and written while it lies in cache.
 #include "cpu/layer_norm.hpp"
 
-#include <algorithm>
-#include <cmath>
-
-#include "cpu/schedule.hpp"
+#include "cpu/pixels.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::cpu {
 namespace {
-
-constexpr int64_t kBlock = 16384;     // elements of a block, about: 64 KiB of float32
-constexpr int64_t kMostPixels = 256;  // of a block
-constexpr int64_t kVector = 16;       // pixels of it are whole vectors, if there are so many
-constexpr int64_t kPivot = 4;         // channels whose mean is the pivot
-constexpr int64_t kChannels = 128;    // summed in float32 before double
-
-// (x - mean) * rstd + shift, of one pixel; the shift is what rounding took off the mean.
-struct PixelMap {
-  float mean, rstd, shift;
-
-  PixelMap(double pivot, double sum, double square, double count, double eps) {
-    double const offset = sum / count;
-    double const exact = pivot + offset;
-    double const deviation = 1.0 / std::sqrt(std::max(0.0, square - offset * sum) / count + eps);
-    mean = static_cast<float>(exact);
-    rstd = static_cast<float>(deviation);
-    shift = static_cast<float>((static_cast<double>(mean) - exact) * deviation);
-  }
-};
 
 class LayerNorm {
  public:
@@ -40,121 +14,42 @@ class LayerNorm {
       : problem_(problem),
         tensors_(tensors),
         channels_(problem.channels),
-        block_pixels_(pixels_of_block(problem)),
-        blocks_(ceil_div(problem.pixels, block_pixels_)),
-        schedule_(problem.batch * blocks_, channels_ * block_pixels_, 0, 1, threads),
-        block_size_(channels_ * block_pixels_ + kRoom),
-        tiles_(schedule_.threads() * 2 * block_size_),
-        lanes_(schedule_.threads() * 6 * (block_pixels_ + kRoom)),
-        totals_(schedule_.threads() * 2 * block_pixels_),
+        blocks_(problem, 1, kTiles, kLanes, threads),
         affine_(2 * channels_) {
     read_affine(problem.affine_dtype, tensors.weight, channels_, 1.0f, weight());
     read_affine(problem.affine_dtype, tensors.bias, channels_, 0.0f, bias());
   }
 
-  void run() {
-    auto const nothing = [](auto...) {};
-    schedule_.run(nothing, nothing, [this](int64_t unit, int64_t, int64_t, int64_t thread) {
-      int64_t const first = unit % blocks_ * block_pixels_;
-      Block const block{.sample = unit / blocks_,
-                        .first = first,
-                        .pixels = std::min(block_pixels_, problem_.pixels - first),
-                        .thread = thread};
-      read(block);
-      take_moments(block);
-      write(block);
-    });
+  void run() const {
+    blocks_.run(
+        [this](PixelBlock const& block, int64_t) {
+          PixelBlocks::Maps const maps{blocks_.lanes(block, kMeans), blocks_.lanes(block, kRstds),
+                                       blocks_.lanes(block, kShifts)};
+          blocks_.read(block, tensors_.input, problem_.activation_before, kInput, kNormalised);
+          blocks_.take_moments(block, kInput, maps);
+          blocks_.normalise(block, kInput, maps, kNormalised);
+          write(block);
+        },
+        [](auto...) {});
   }
 
  private:
   static constexpr int kFloat = index_of(DType::kFloat32);
-
-  struct Block {
-    int64_t sample, first, pixels, thread;
-  };
-
-  static int64_t pixels_of_block(GroupNormProblem const& problem) {
-    int64_t const wanted = std::min(kMostPixels, kBlock / problem.channels);
-    return std::min(problem.pixels, std::max(kVector, wanted / kVector * kVector));
-  }
+  enum { kInput, kNormalised, kTiles };
+  enum { kMeans, kRstds, kShifts, kLanes };
 
   float* weight() const { return affine_.get(); }
   float* bias() const { return weight() + channels_; }
-  // Of [channels, pixels] or, on the way from or to channels last, [pixels, channels].
-  float* tile(Block const& block, int number) const {
-    return tiles_.get() + (block.thread * 2 + number) * block_size_;
-  }
-  enum Lanes { kPivots, kSums, kSquares, kMeans, kRstds, kShifts };
-  float* lanes(Block const& block, Lanes which) const {
-    return lanes_.get() + (block.thread * 6 + which) * (block_pixels_ + kRoom);
-  }
-  // Of a block's first pixel: where a layout has that of a channel.
-  int64_t offset(Block const& block, Layout layout, int64_t channel) const {
-    return layout == Layout::kChannelsLast
-               ? (block.sample * problem_.pixels + block.first) * channels_ + channel
-               : (block.sample * channels_ + channel) * problem_.pixels + block.first;
-  }
 
-  // Activated, in float32, into tile 1.
-  void read(Block const& block) const {
-    Layout const layout = problem_.input_layout;
-    auto* const apply = loops_.apply_to_run[index_of(problem_.dtype)][kFloat][place_of(
-        problem_.activation_before, Activation::kIdentity)];
-    auto const from = [&](int64_t channel) {
-      return at(tensors_.input, problem_.dtype, offset(block, layout, channel));
-    };
-    float* const x = tile(block, 1);
-    if (layout == Layout::kChannelsLast) {
-      float* const rows = tile(block, 0);
-      apply(from(0), rows, block.pixels * channels_, 0.0f, 1.0f, 0.0f);
-      loops_.transpose[kFloat](rows, block.pixels, channels_, x, block.pixels);
-      return;
-    }
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      apply(from(channel), x + channel * block.pixels, block.pixels, 0.0f, 1.0f, 0.0f);
-    }
-  }
-
-  // Of tile 1, into the pixels' means, reciprocal deviations and shifts.
-  void take_moments(Block const& block) const {
-    auto* const moments = loops_.moments_of_rows[kFloat][index_of(Activation::kIdentity)];
-    float const* const x = tile(block, 1);
-    float *const pivot = lanes(block, kPivots), *const sum = lanes(block, kSums),
-                 *const square = lanes(block, kSquares);
-    int64_t const pixels = block.pixels, head = std::min(kPivot, channels_);
-    std::fill_n(pivot, pixels, 0.0f);
-    moments(x, head * pixels, pixels, pivot, sum, square);
-    for (int64_t i = 0; i < pixels; ++i) pivot[i] = sum[i] / static_cast<float>(head);
-    double* const totals = totals_.get() + block.thread * 2 * block_pixels_;
-    std::fill_n(totals, 2 * pixels, 0.0);
-    for (int64_t channel = 0; channel < channels_; channel += kChannels) {
-      int64_t const count = std::min(kChannels, channels_ - channel);
-      moments(x + channel * pixels, count * pixels, pixels, pivot, sum, square);
-      for (int64_t i = 0; i < pixels; ++i) {
-        totals[i] += static_cast<double>(sum[i]);
-        totals[pixels + i] += static_cast<double>(square[i]);
-      }
-    }
-    for (int64_t i = 0; i < pixels; ++i) {
-      PixelMap const map(static_cast<double>(pivot[i]), totals[i], totals[pixels + i],
-                         static_cast<double>(channels_), problem_.eps);
-      lanes(block, kMeans)[i] = map.mean;
-      lanes(block, kRstds)[i] = map.rstd;
-      lanes(block, kShifts)[i] = map.shift;
-    }
-  }
-
-  // Normalised, mapped and activated, from tile 1 into the output.
-  void write(Block const& block) const {
+  // Mapped and activated, into the output.
+  void write(PixelBlock const& block) const {
     int64_t const pixels = block.pixels;
-    float *const x = tile(block, 1), *const normalised = tile(block, 0);
-    loops_.apply_to_rows[kFloat][kFloat][0](x, normalised, channels_ * pixels, pixels,
-                                            lanes(block, kMeans), lanes(block, kRstds),
-                                            lanes(block, kShifts));
+    float *const x = blocks_.tile(block, kInput), *const normalised =
+                                                      blocks_.tile(block, kNormalised);
     Layout const layout = problem_.output_layout;
     int const dtype = index_of(problem_.output_dtype);
     auto const to = [&](int64_t channel) {
-      return at(tensors_.output, problem_.output_dtype, offset(block, layout, channel));
+      return at(tensors_.output, problem_.output_dtype, blocks_.offset(block, layout, channel));
     };
     bool const last = layout == Layout::kChannelsLast;
     auto* const apply = loops_.apply_to_run[kFloat][last ? kFloat : dtype][place_of(
@@ -170,13 +65,8 @@ class LayerNorm {
   GroupNormTensors const& tensors_;
   ForwardLoops const& loops_ = loops().forward;
   int64_t channels_;
-  int64_t block_pixels_, blocks_;
-  Schedule schedule_;
-  int64_t block_size_;
-  Buffer<float> tiles_;    // [threads, 2, block]
-  Buffer<float> lanes_;    // [threads, Lanes, pixels of a block]
-  Buffer<double> totals_;  // [threads, sum square, pixels of a block]
-  Buffer<float> affine_;   // [weight bias, channels]
+  PixelBlocks blocks_;
+  Buffer<float> affine_;  // [weight bias, channels]
 };
 
 }  // namespace

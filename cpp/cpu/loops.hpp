@@ -57,6 +57,26 @@ using GradientOfRows = void(void const* grad, void const* x, void* dx, int64_t c
 // How many floats an array of lanes has beyond the lanes.
 inline constexpr int64_t kRoom = 16;
 
+// dx = before'(x) * g * scale, with a and g as above and a mean of zero. Of a run, adds the sums of
+// g and g * a to sums[0] and sums[1]; of rows, leaves each lane's.
+using MapGradientOfRun = void(void const* grad, void const* x, void* dx, int64_t count, float scale,
+                              float shift, double* sums);
+using MapGradientOfRows = void(void const* grad, void const* x, void* dx, int64_t count,
+                               int64_t lanes, float const* scale, float const* shift, float* sum,
+                               float* moment);
+
+// Of one channel of normalised pixels h: grad becomes g = grad * after'(h * scale + shift);
+// scale * g and scale * g * h are added to the pixels' `gradient` and `projection`, which have room
+// for kRoom more, and the sums of g and g * h to the first floats of sums[0] and sums[kRoom], as
+// many as a vector has.
+using PixelSumsOfRun = void(float const* h, float* grad, int64_t count, float scale, float shift,
+                            float* gradient, float* projection, float* sums);
+// dx = before'(x) * (scale * g - gradient - h * projection) * rstd; its sum is added to sums[0] as
+// above. x is not read where `before` is the identity.
+using PixelGradientOfRun = void(float const* g, float const* h, float const* x, void* dx,
+                                int64_t count, float scale, float const* gradient,
+                                float const* projection, float const* rstd, float* sums);
+
 // By dtype of what is read, dtype of what is written, activation or place of it. Null where one
 // dtype of 16 bits would be read and the other written.
 struct ForwardLoops {
@@ -71,6 +91,10 @@ struct BackwardLoops {
   GradientSumsOfRows* sums_of_rows[kDTypes][kPlaces];
   GradientOfRun* gradient_of_run[kDTypes][kDTypes][kPlaces];
   GradientOfRows* gradient_of_rows[kDTypes][kDTypes][kPlaces];
+  MapGradientOfRun* map_gradient_of_run[kDTypes][kDTypes][kPlaces];
+  MapGradientOfRows* map_gradient_of_rows[kDTypes][kDTypes][kPlaces];
+  PixelSumsOfRun* pixel_sums_of_run[kActivations];                   // by the activation behind
+  PixelGradientOfRun* pixel_gradient_of_run[kDTypes][kActivations];  // by the one in front
 };
 
 // Of convolutions of few channels, on lines in float32. Arrays have room for kRoom more than they

@@ -44,6 +44,23 @@ void check_dtypes(GroupNormProblem const& problem) {
                   " for an input of ", name_of(problem.dtype));
 }
 
+void check_gradients(GroupNormProblem const& problem, int threads) {
+  check(problem, threads);
+  FUSEDCONV_CHECK(problem.output_layout == problem.input_layout, "output_layout: got ",
+                  name_of(problem.output_layout), ", input_layout is ",
+                  name_of(problem.input_layout));
+  FUSEDCONV_CHECK(problem.output_dtype == problem.dtype || problem.output_dtype == DType::kFloat32,
+                  "output_dtype: got ", name_of(problem.output_dtype), " for an input of ",
+                  name_of(problem.dtype));
+}
+
+void check_one_activation(GroupNormProblem const& problem) {
+  FUSEDCONV_CHECK(problem.activation_before == Activation::kIdentity ||
+                      problem.activation_after == Activation::kIdentity,
+                  "activation_after: got ", name_of(problem.activation_after), " behind ",
+                  name_of(problem.activation_before));
+}
+
 void prepare_output(GroupNormProblem const& problem, GroupNormTensors const& tensors) {
   FUSEDCONV_CHECK(tensors.input != nullptr, "input: got null");
   FUSEDCONV_CHECK(tensors.output != nullptr, "output: got null");

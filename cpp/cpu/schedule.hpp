@@ -164,6 +164,10 @@ constexpr int index_of(Activation activation) { return static_cast<int>(activati
 void check(GroupNormProblem const& problem, int threads);
 // That of two dtypes of 16 bits none is converted to the other.
 void check_dtypes(GroupNormProblem const& problem);
+// What passes over gradients check of dtypes and layouts.
+void check_gradients(GroupNormProblem const& problem, int threads);
+// That there is no activation both in front and behind.
+void check_one_activation(GroupNormProblem const& problem);
 // That a forward pass has an input and an output that it can write; asks for large pages behind a
 // new one.
 void prepare_output(GroupNormProblem const& problem, GroupNormTensors const& tensors);

@@ -1,7 +1,7 @@
 """Built-in providers. Each module lists its kernels; a third party's plugin registers its own."""
 
 from fusedconv.kernels import torch
-from fusedconv.kernels.cpu import conv_gradients, conv_transpose
+from fusedconv.kernels.cpu import conv_gradients, conv_transpose, epilogue_gradients
 from fusedconv.kernels.cpu import direct as cpu_direct
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
 from fusedconv.kernels.cuda import (
@@ -29,6 +29,7 @@ def built_in() -> list[Kernel]:
     modules = (
         torch,
         cpu_group_norm,
+        epilogue_gradients,
         conv_transpose,
         conv_gradients,
         cpu_direct,

@@ -1,4 +1,4 @@
-"""GroupNorm with an activation in one compiled pass over each group, and its gradients."""
+"""GroupNorm with an activation in one compiled pass over each group."""
 
 from __future__ import annotations
 
@@ -9,37 +9,20 @@ from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import (
     CONTIGUOUS_STEP,
-    address,
     group_norm_problem,
     supports_compiled,
 )
-from fusedconv.kernels.cpu.convolution import PROVIDER, as_stored, computing_dtype
+from fusedconv.kernels.cpu.convolution import PROVIDER
 from fusedconv.layout import Layout, empty, result_layout
-from fusedconv.plan import (
-    BackwardKernel,
-    BackwardPlan,
-    BackwardTensors,
-    ForwardKernel,
-    ForwardPlan,
-    Gradients,
-    Kernel,
-    Outputs,
-)
+from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
-from fusedconv.problem import ActNormAct, BackwardProblem, ForwardProblem, act_norm_act
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
 #: Normalisations without groups that compiled passes have behind a convolution.
 UNGROUPED = frozenset({"layer", "affine"})
-#: Passes over a tensor that a compiled pass over two tensors takes, and one over three.
-_PASSES, _GRADIENT_PASSES = 2.0, 4.0
-
-
-def _contiguous(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
-
-
-# ---- forward -------------------------------------------------------------------------------------
+#: Passes over a tensor that a compiled pass over two tensors takes.
+_PASSES = 2.0
 
 
 class Stages:
@@ -177,120 +160,5 @@ class CpuGroupNorm(ForwardKernel):
         return GroupNormPlan(self.name, problem, form)
 
 
-# ---- backward ------------------------------------------------------------------------------------
-
-
-class GroupNormGradientsPlan(BackwardPlan):
-    """``dtype`` is that of the gradient of what the stages were computed from."""
-
-    def __init__(
-        self, kernel: str, problem: BackwardProblem, form: ActNormAct, dtype: torch.dtype
-    ) -> None:
-        forward = problem.forward
-        assert form.norm is not None
-        self.kernel = kernel
-        self.problem = problem
-        self.channels = forward.output_channels
-        # Gradients of another dtype than what was saved: all in float32.
-        mixed = problem.grad_dtype != forward.dtype
-        self.read = torch.float32 if mixed else forward.dtype
-        self.dtype = torch.float32 if mixed else dtype
-        # What has no convolution in front was saved as it was given.
-        self.layout: Layout = result_layout(forward.layout)
-        self.compiled = group_norm_problem(
-            forward,
-            form,
-            batch=forward.batch,
-            input_layout=self.layout,
-            output_layout=self.layout,
-            dtype=self.read,
-            output_dtype=self.dtype,
-        )
-        copies = []
-        if mixed:
-            copies.append(f"torch copy of saved tensor or gradient to {dtype_name(self.read)}")
-        if problem.grad_layout != self.layout:
-            copies.append(f"torch copy of the output's gradient to {self.layout.upper()}")
-        if forward.conv is None and forward.layout == "strided":
-            copies.append(CONTIGUOUS_STEP)
-        self.copies = bool(copies)
-        fused = [form.after, "group_norm", form.before]
-        names = " + ".join(part for part in fused if part != "identity")
-        self.steps = (*copies, f"fused gradients of {names} (fusedconv._C)")
-
-    def run(self, tensors: BackwardTensors) -> Gradients:
-        wanted = self.problem.gradients
-        assert tensors.mean is not None and tensors.rstd is not None
-        x, grad = tensors.of_epilogue, tensors.grad_output
-        if self.copies:
-            x = as_stored(x, self.layout, self.read)
-            grad = as_stored(grad, self.layout, self.read)
-        norm_weight, norm_bias = _contiguous(tensors.norm_weight), _contiguous(tensors.norm_bias)
-        grad_input = grad_weight = grad_bias = None
-        if wanted & {"conv_output", "input"}:
-            if self.dtype == self.read:
-                grad_input = torch.empty_like(x)
-            else:
-                grad_input = empty(x, x.shape, self.layout, self.dtype)
-        if "norm_weight" in wanted:
-            grad_weight = torch.empty(self.channels, dtype=torch.float32)
-        if "norm_bias" in wanted:
-            grad_bias = torch.empty(self.channels, dtype=torch.float32)
-        _C.cpu.group_norm_gradients(
-            self.compiled,
-            grad.data_ptr(),
-            x.data_ptr(),
-            tensors.mean.data_ptr(),
-            tensors.rstd.data_ptr(),
-            address(norm_weight),
-            address(norm_bias),
-            address(grad_input),
-            address(grad_weight),
-            address(grad_bias),
-            torch.get_num_threads(),
-        )
-        return Gradients.of_epilogue(self.problem, grad_input, grad_weight, grad_bias)
-
-
-class CpuGroupNormBackward(BackwardKernel):
-    """Gradients of the stages behind a convolution or of an input. Where the convolution's
-    gradients are computed in float32, it leaves them what they need unrounded."""
-
-    name = f"{PROVIDER}_group_norm_backward"
-    provider = PROVIDER
-    computes = frozenset({"epilogue"})
-
-    def supports(self, problem: BackwardProblem, device: Device) -> Support:
-        forward = problem.forward
-        if device.type != "cpu":
-            return Support.no(f"runs on the processor, the input is on {device.type}")
-        if forward.norm is None:
-            return Support.no("fuses activation and GroupNorm; there is no GroupNorm")
-        support = supports_compiled(forward)
-        if not support:
-            return support
-        if "residual" in problem.gradients:
-            return Support.no("there is a residual")
-        if problem.grad_dtype not in (forward.dtype, torch.float32):
-            return Support.no(f"dtype of the output's gradient is {dtype_name(problem.grad_dtype)}")
-        form = act_norm_act(forward.epilogue)
-        assert isinstance(form, ActNormAct)
-        if "identity" not in (form.before, form.after):
-            return Support.no("there are activations in front of the GroupNorm and behind it")
-        return Support.yes()
-
-    def cost(self, problem: BackwardProblem, device: Device) -> float:
-        forward = problem.forward
-        size = forward.output_elements * forward.dtype.itemsize
-        return device.copy_milliseconds(_GRADIENT_PASSES * size)
-
-    def compile(self, problem: BackwardProblem, device: Device) -> GroupNormGradientsPlan:
-        forward = problem.forward
-        form = act_norm_act(forward.epilogue)
-        assert isinstance(form, ActNormAct)
-        dtype = forward.dtype if forward.conv is None else computing_dtype(forward, device)
-        return GroupNormGradientsPlan(self.name, problem, form, dtype)
-
-
 def kernels() -> list[Kernel]:
-    return [CpuGroupNorm(), CpuGroupNormBackward()]
+    return [CpuGroupNorm()]

@@ -72,6 +72,7 @@ USE_COMPILED = {
     "kernels.cpu.conv_gradients",
     "kernels.cpu.convolution",
     "kernels.cpu.direct",
+    "kernels.cpu.epilogue_gradients",
     "kernels.cpu.group_norm",
     "selection",
     "winners",

@@ -3,7 +3,7 @@
 #   fusedconv_cuda_headers  the runtime's headers
 #   fusedconv_device_code   flags for device code
 
-set(nvcc_oldest 12.0)  # the first to know sm_90a and C++20
+set(nvcc_oldest 12.1)  # the first whose kernels take more than 4 KB of parameters
 set(nvcc_packages
     "nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-crt nvidia-nvvm")
 

@@ -142,6 +142,7 @@ def test_what_is_served(precision):
         (forward((9,), kernel=(20,), stride=(17,)), "more than 16 phases"),
         (forward(batch=0), "batch is 0, 1 to"),
         (forward(batch=1 << 31), "batch is 2147483648, 1 to"),
+        (forward((512, 512), out=1, batch=1024), "zeros beside its channels take 3802265600"),
     ],
     ids=str,
 )

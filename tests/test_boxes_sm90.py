@@ -16,6 +16,7 @@ from test_taps_sm90 import phases_of
 
 from fusedconv import Norm
 from fusedconv.kernels.cuda.boxes_sm90 import COSTS, BoxesSm90
+from fusedconv.kernels.cuda.convolution import CHUNK_BYTES as MOST_SCRATCH
 from fusedconv.registry import registry
 
 KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, BoxesSm90)]
@@ -243,6 +244,20 @@ def test_pixels_that_are_not_whole_16_bytes_are_padded(channels, out, layout, fr
     if front:
         assert steps[0].endswith(f"channels {channels} -> {padded}")
     assert kernel.scratch_bytes(made, kernel.config(made, H200)) >= 2 * 64 * padded * at
+
+
+def test_scratch_of_a_padded_output_of_another_dtype_is_within_the_limit():
+    """As autocast in front of a normalisation asks for it: chunks are of what the program takes."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64")
+    sizes = Sizes(
+        channels=64, out=1, groups=1, spatial=(256, 256), kernel=(4, 4), stride=(2, 2),
+        padding=(1, 1), output_padding=(0, 0), dilation=(1, 1),
+    )  # fmt: skip
+    made = sizes.problem(kernel, layout="nhwc", bias=True, norm=group_norm_stage(1))
+    made = dataclasses.replace(made, batch=1024, output_dtype=torch.float32)
+    assert kernel.supports(made, H200)
+    plan = kernel.compile(made, H200)
+    assert plan._workspace_bytes <= MOST_SCRATCH + (16 << 20)
 
 
 def test_an_output_in_another_layout_or_dtype_is_stored_by_a_pass():

@@ -14,15 +14,13 @@ auto scheduled(T Schedule::* field) {
   return [field](Config const& config) { return config.schedule.*field; };
 }
 
-// What callers ask of a room beside: scales, whether it takes a scale and shift of each channel,
-// takes_moments, whether it takes moments of what it activates, and saves, whether it stores the
-// biased sum beside the output.
+// What callers ask of a room beside: scales, whether it takes a scale and shift of each channel, and
+// takes_moments, whether it takes moments of what it activates.
 template <class Config>
 void bind_convolve(py::module_& m) {
   using Convolve = conv::Convolve<Config>;
   m.attr("scales") = conv::kScales<Config>;
   m.attr("takes_moments") = conv::kTakesMoments<Config>;
-  m.attr("saves") = conv::kSaves<Config>;
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve",
       "Convolution, bias, scale and shift, activation, and partial moments of activated values.")

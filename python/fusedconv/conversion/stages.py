@@ -47,8 +47,8 @@ watch(nn.Sequential, *_ACTIVATIONS, *_TRANSPARENT, *_INSTANCE_NORMS, *_BATCH_NOR
 
 class Normalization(NamedTuple):
     """A stage: ``kind`` is a key of ``fusedconv.norms.KINDS``. ``weight``, ``bias``,
-    ``running_mean`` and ``running_var`` are tensors or a graph's nodes; the last two are those of
-    "affine" where it is a BatchNorm, and not what one was folded into."""
+    ``running_mean`` and ``running_var`` are tensors or a graph's nodes; the last two are a
+    BatchNorm's, of kind "affine", and None where weight and bias are folded with them."""
 
     kind: str
     weight: Any

@@ -145,7 +145,8 @@ std::string refusal(Config& config) {
     return detail::join("what a tile meets of the output exceeds ", kMostBytes,
                         " bytes of shared memory");
   }
-  if (config.items() > kMostInt) return detail::join("a batch of ", config.batch, " is too large");
+  // Blocks count on beyond the last item by as many as there are.
+  if (config.items() > kMostInt / 2) return detail::join("a batch of ", config.batch, " is too large");
   return {};
 }
 

@@ -25,6 +25,7 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import by_axis, supports_extents
 from fusedconv.kernels.cuda import boxes_sm90
 from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles, tile_cycles
+from fusedconv.kernels.cuda.convolution import CHUNK_BYTES
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
@@ -41,6 +42,7 @@ from fusedconv.kernels.cuda.program import (
 )
 from fusedconv.kernels.cuda.transposing import (
     has_whole_vectors,
+    padded_elements,
     transposed_to_channels_last,
     whole_channels,
 )
@@ -175,12 +177,6 @@ def _rewrites_back(forward: ForwardProblem) -> bool:
     return forward.output_layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
 
 
-def _padded_elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of a tensor whose pixels are padded to whole 16 bytes."""
-    batch, channels, *spatial = shape
-    return math.prod((batch, whole_channels(channels, dtype), *spatial))
-
-
 def _quickest(
     served: list[tuple[Any, Any]], cycles: Callable[[Any, Any], float]
 ) -> tuple[Any, Any]:
@@ -237,6 +233,17 @@ class BoxesGradients(BackwardKernel):
             items = 2 * config.launch_tiles(forward.batch) * config.blocks
             if items > MOST_ITEMS:
                 return Support.no(f"{items} boxes are more than are counted, {MOST_ITEMS}")
+        return self._supports_padding(forward)
+
+    def _supports_padding(self, forward: ForwardProblem) -> Support:
+        """The padded copies are of whole batches."""
+        padded = sum(
+            padded_elements(shape, forward.dtype) - math.prod(shape)
+            for shape in (forward.input_shape, forward.output_shape)
+        )
+        extra = padded * forward.dtype.itemsize
+        if extra > CHUNK_BYTES:
+            return Support.no(f"zeros beside its channels take {extra} bytes beyond {CHUNK_BYTES}")
         return Support.yes()
 
     def _supports_precision(self, forward: ForwardProblem) -> Support:
@@ -296,8 +303,8 @@ class BoxesGradients(BackwardKernel):
         """Milliseconds of a supported problem, were the constants these."""
         forward, wanted = problem.forward, problem.gradients
         size = forward.dtype.itemsize
-        padded_input = _padded_elements(forward.input_shape, forward.dtype)
-        padded_output = _padded_elements(forward.output_shape, forward.dtype)
+        padded_input = padded_elements(forward.input_shape, forward.dtype)
+        padded_output = padded_elements(forward.output_shape, forward.dtype)
         bytes_bound = costs.moved * device.copy_milliseconds((padded_input + padded_output) * size)
         total, launches = 0.0, 1  # of one plan, however many parts it computes
         rewritten = 0  # elements that are read and written

@@ -32,7 +32,11 @@ from fusedconv.kernels.cuda.program import (
     launched_chunks,
 )
 from fusedconv.kernels.cuda.taps import TapsRow, taps_config
-from fusedconv.kernels.cuda.transposing import has_whole_vectors, whole_channels
+from fusedconv.kernels.cuda.transposing import (
+    has_whole_vectors,
+    padded_elements,
+    whole_channels,
+)
 from fusedconv.norms import KINDS
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem, act_norm_act
@@ -185,6 +189,15 @@ class BoxesSm90(TapsRow):
             return Support.no("the passes that transpose its output have no norm of pixels")
         return Support.yes()
 
+    def _elements(self, problem: ForwardProblem) -> tuple[int, int]:
+        """Of the tensors that the convolution reads and stores, padding counted."""
+        read, written = problem.input_elements, problem.output_elements
+        if self._pads_input(problem):
+            read = padded_elements(problem.input_shape, problem.dtype)
+        if self._pads_output(problem):
+            written = padded_elements(problem.output_shape, problem.dtype)
+        return read, written
+
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         elements = 0
         if self._rewrites_input(problem):
@@ -192,9 +205,12 @@ class BoxesSm90(TapsRow):
             if self._pads_input(problem):
                 channels = whole_channels(channels, problem.dtype)
             elements += math.prod(problem.spatial) * channels
-        # What is of another dtype than the result lies in scratch as it is.
-        if self._rewrites_output(problem) and not goes_through_scratch(problem):
-            elements += math.prod(problem.output_spatial) * self._row_channels(problem)
+        if self._rewrites_output(problem):
+            channels = self._row_channels(problem)
+            # What is of another dtype than the result is counted as in scratch as it is.
+            if goes_through_scratch(problem):
+                channels -= problem.output_channels
+            elements += math.prod(problem.output_spatial) * channels
         return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
 
     def _normalises(self, problem: ForwardProblem, device: Device) -> bool:
@@ -291,8 +307,8 @@ class BoxesSm90(TapsRow):
             launches * launch_cycles(tile, config, samples, device, costs)
             for samples, launches in launched_chunks(problem.batch, chunk)
         )
-        moved = (problem.input_elements + stored * problem.output_elements) * size
-        bytes_bound = device.copy_milliseconds(moved) * costs.moved
+        read, written = self._elements(problem)
+        bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
         milliseconds = max(cycles * 1e3 / device.clock_hertz, bytes_bound)
         packed = config.filter_bytes / size * costs.pack * 1e3
         chunks = -(-problem.batch // chunk)
@@ -302,13 +318,15 @@ class BoxesSm90(TapsRow):
             beside += device.copy_milliseconds(problem.output_elements * size)
             beside += chunks * device.launch_milliseconds
         if self._rewrites_input(problem):
-            beside += device.copy_milliseconds(2 * problem.input_elements * size) * costs.transposed
+            rewritten = device.copy_milliseconds((problem.input_elements + read) * size)
+            beside += rewritten * costs.transposed
             beside += chunks * device.launch_milliseconds
         if self._rewrites_output(problem):
             # What normalises transposes as well, more slowly than it would go over planes.
             stores_result = self.passes(problem, device) == 0
             passes = costs.transposed if stores_result else costs.transposed - 1.0
-            beside += device.copy_milliseconds(2 * problem.output_elements * size) * passes
+            rewritten = device.copy_milliseconds((problem.output_elements + written) * size)
+            beside += rewritten * passes
             beside += chunks * device.launch_milliseconds
         return milliseconds + packed + beside
 

@@ -119,6 +119,8 @@ class DirectGradients(BackwardKernel):
 class DirectGradientsPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
 
+    reads_dense = True
+
     kernel = DirectGradients.name
 
     def __init__(self, problem: BackwardProblem, device: Device) -> None:

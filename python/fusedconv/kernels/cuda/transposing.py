@@ -31,6 +31,12 @@ def whole_channels(channels: int, dtype: torch.dtype) -> int:
     return padded if padded < 1 << 31 else channels
 
 
+def padded_elements(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Of a tensor [N, C, ...] whose pixels are padded so."""
+    batch, channels, *spatial = shape
+    return math.prod((batch, whole_channels(channels, dtype), *spatial))
+
+
 def transposed_to_channels_first(
     program: ForwardProgram, tensor: Any, channels: int, spatial: tuple[int, ...], name: str
 ) -> Any:

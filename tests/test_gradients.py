@@ -362,3 +362,75 @@ def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, monkeypatch, forc
         match=rf"torch_epilogue_backward: got {got} for the gradient of weight, expected shape",
     ):
         output.sum().backward()
+
+
+# ---- a ReLU alone --------------------------------------------------------------------------------
+
+
+def relu_layer(dispatched, input, weight, bias):
+    """A convolution and a ReLU, by the operator where somebody looks on, else without it."""
+    if not dispatched:
+        return functional.conv_transpose_act_norm(input, weight, bias, 2, activation="relu")
+    geometry = [2, 2], [0, 0], [0, 0], [1, 1], 1
+    stages = "relu", "act_norm", 0, None, None, 1e-5, None, None, None
+    return CONV(input, weight, bias, *geometry, *stages, True)[0]
+
+
+def relu_tensors(dtype=torch.float32):
+    torch.manual_seed(3)
+    shapes = (2, 3, 5, 6), (3, 4, 3, 3), (4,)
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def composed_relu(input, weight, bias):
+    return torch.relu(torch.nn.functional.conv_transpose2d(input, weight, bias, 2))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kernels", ["torch", "cpu,torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_through_a_relu_alone(dtype, layout, kernels, recompute, force):
+    force(kernels)
+
+    def ours(input, weight, bias):
+        return functional.conv_transpose_act_norm(
+            LAYOUTS[layout](input), weight, bias, 2, activation="relu", recompute=recompute
+        )
+
+    tensors = [each.detach() for each in relu_tensors(dtype)]
+    assert_gradients(ours, composed_relu, tensors, dtype)
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_a_relu_alone_keeps_its_result_and_no_other_output(dispatched, force):
+    force("cpu,torch")
+    tensors = relu_tensors()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = relu_layer(dispatched, *tensors)
+    shapes = [tuple(each.shape) for each in kept if each is not None and each.numel()]
+    assert shapes.count(tuple(output.shape)) == 1
+    at = [each.data_ptr() for each in kept if each.shape == output.shape]
+    assert at == [output.data_ptr()]
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_a_result_of_relu_that_is_written_to_is_noticed_as_eagers_is(dispatched, force):
+    force("cpu,torch")
+    for layer in (composed_relu, lambda *tensors: relu_layer(dispatched, *tensors)):
+        output = layer(*relu_tensors())
+        output.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_relus_infinite_and_undefined_values_have_eagers_gradients():
+    input, weight, bias = (each.detach() for each in relu_tensors())
+    bias[0], bias[1] = float("inf"), float("nan")
+    weight.requires_grad_()
+    found, expected = (
+        torch.autograd.grad(layer(input, weight, bias).sum(), weight)[0]
+        for layer in (lambda *tensors: relu_layer(False, *tensors), composed_relu)
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)

@@ -226,7 +226,7 @@ def conv_transpose_act_norm(
         precision,
         output_dtype,
         None if kind == "group" else kind,
-        recompute and (normalises or name != "identity"),
+        recompute and (normalises or name not in ("identity", "relu")),  # which keep nothing
     )
     if lowers and device != "cuda":
         return _composed_under_autocast(call)

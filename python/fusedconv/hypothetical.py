@@ -102,5 +102,5 @@ def problem(
         spatial=tuple(spatial),
         conv=conv,
         epilogue=stages,
-        save=save and need_what_they_read(stages),
+        save=save and need_what_they_read(stages, False),
     )

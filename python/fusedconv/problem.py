@@ -89,10 +89,12 @@ def epilogue(bias: bool, activation: str, order: str, norm: Norm | None) -> Epil
     return (*stages, *(norms + acts if order == "norm_act" else acts + norms))
 
 
-def need_what_they_read(stages: Epilogue) -> bool:
-    """Whether gradients through stages need what these were computed from; through a bias alone
-    they do not."""
-    return any(not isinstance(stage, Bias) for stage in stages)
+def need_what_they_read(stages: Epilogue, converted: bool) -> bool:
+    """Whether gradients through stages need what these were computed from. Through a bias alone
+    they do not; a ReLU alone stops what its result says, unless that is ``converted`` to another
+    dtype: whoever goes on from the result keeps it anyway."""
+    rest = [stage for stage in stages if not isinstance(stage, Bias)]
+    return bool(rest) and (converted or rest != [Activation("relu")])
 
 
 @lru_cache(maxsize=4096)

@@ -283,12 +283,15 @@ class DirectOperator:
         if outputs.conv_output is not None:
             outputs = _apart(tensors[0], outputs)
         output, conv_output, mean, rstd = outputs
+        output = owning(output)
+        if conv_output is None and template.reads_result:
+            conv_output = output
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, conv_output, mean, rstd, *others)
         ctx.plan = plan
         ctx.template = template
         ctx.recording = record.current()
-        return owning(output)
+        return output
 
     def gradients(
         self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]

@@ -108,7 +108,8 @@ def _forward_fake(*arguments: Any) -> Saved:
     output = empty(input, shape, layout, call.output_dtype or input.dtype)
     statistics = statistics_dtype(input)
     groups = 0 if norm is None else norm.groups(conv.out_channels)
-    save = save and need_what_they_read(epilogue(False, call.activation, call.order, norm))
+    stages = epilogue(False, call.activation, call.order, norm)
+    save = save and need_what_they_read(stages, call.output_dtype is not None)
     statistics_shape = [shape[0], groups] if save and groups else [0]
     saves_conv = save and not call.recompute
     conv_output = empty(input, shape, layout, input.dtype) if saves_conv else input.new_empty([0])
@@ -212,8 +213,10 @@ def backward_in_torch(
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     call, save = _call_and_save(inputs)
-    _, conv_output, mean, rstd = output
+    result, conv_output, mean, rstd = output
     ctx.mark_non_differentiable(conv_output, mean, rstd)
+    if save and call.reads_result:
+        conv_output = result
     ctx.set_materialize_grads(False)
     ctx.saved = save
     ctx.save_for_backward(*call.tensors, conv_output, mean, rstd)

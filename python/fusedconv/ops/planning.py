@@ -111,6 +111,13 @@ class ConvCall(NamedTuple):
             self.recompute,
         )
 
+    @property
+    def reads_result(self) -> bool:
+        """Whether the backward pass reads the result in place of the convolution's output: what
+        ``need_what_they_read`` says of a ReLU."""
+        alone = self.num_groups == 0 and self.norm is None and self.output_dtype is None
+        return alone and self.activation == "relu"
+
     def convolution(self) -> ConvCall:
         """The convolution with its bias alone, whose output is what a forward pass saves."""
         return self._replace(
@@ -141,6 +148,11 @@ class NormCall(NamedTuple):
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Input, weight, bias."""
         return self.input, self.weight, self.bias
+
+    @property
+    def reads_result(self) -> bool:
+        """The backward pass reads the input."""
+        return False
 
     def without_tensors(self) -> NormCall:
         """The call for a context that saves the tensors by themselves."""
@@ -184,7 +196,7 @@ def _problem(
     recompute: bool = False,
 ) -> ForwardProblem:
     stages = epilogue(bias, activation, order, norm)
-    save = save and need_what_they_read(stages)
+    save = save and need_what_they_read(stages, output_dtype is not None)
     return ForwardProblem(
         dtype=input.dtype,
         output_dtype=output_dtype or input.dtype,

@@ -24,8 +24,11 @@ from fusedconv.models import SYSTEMS
 
 EAGERS = ("eager", "eager_cudnn_benchmark")
 PEERS = (*EAGERS, "compile", "compile_max_autotune", "rewrite", "rewrite_compile")
-OURS = ("fusedconv", "fusedconv_cudnn_benchmark")
-COLUMNS = ("cell", "floor", *OURS, "vs better eager", "vs best peer", *PEERS, "error / eager's")
+COLUMNS = (
+    *("cell", "floor", "fusedconv", "vs better eager", "vs best peer"),
+    *PEERS,
+    "error / eager's",
+)
 
 
 def row(cell: str, records: dict[str, dict]) -> list[str]:
@@ -51,7 +54,7 @@ def row(cell: str, records: dict[str, dict]) -> list[str]:
     return [
         cell,
         shown(floors[0] if floors else None),
-        *(shown(medians.get(name)) for name in OURS),
+        shown(ours),
         over(EAGERS),
         over(PEERS),
         *(shown(medians.get(name)) for name in PEERS),
@@ -73,7 +76,7 @@ def print_systems(records: list[dict]) -> None:
     for record in records:
         cells.setdefault(Cell.of(record).title, {})[record["contender"]] = record
     present = {record["contender"] for record in records}
-    absent = {*OURS, *PEERS} - present
+    absent = {"fusedconv", *PEERS} - present
     if all(record["floor_ms"] is None for record in records):
         absent.add("floor")
     shown = [index for index, name in enumerate(COLUMNS) if name not in absent]

@@ -12,10 +12,11 @@ from processes import python
 from rich.console import Console
 
 import fusedconv
-from fusedconv import benchmark, registry
+from fusedconv import benchmark, registry, winners
 from fusedconv.cli import main, progress
 from fusedconv.cli.bench import record_line
 from fusedconv.cli.demo import _rows, _shape
+from fusedconv.cli.shapes import problems_of_file
 from fusedconv.device import PROCESSOR
 from fusedconv.models import SYSTEMS
 
@@ -29,6 +30,7 @@ def invoke(*arguments: str) -> str:
 def test_info_for_programs():
     facts = json.loads(invoke("info", "--json"))
     assert facts["torch"] == torch.__version__
+    assert facts["fusedconv_build"] == winners.build()
     assert facts["build"]["cuda"] == fusedconv.build["cuda"]
     assert facts["kernels"]["torch"] > 0
     assert isinstance(facts["devices"], list)
@@ -37,6 +39,7 @@ def test_info_for_programs():
 def test_info_says_what_was_compiled():
     output = invoke("info")
     assert fusedconv.__version__ in output
+    assert winners.build() in output  # as `fusedconv cache show` names it
     assert torch.__version__ in output
     expected = "compiled for" if fusedconv.build["cuda"] else "not compiled"
     assert expected in output
@@ -167,6 +170,9 @@ def refused(*arguments: str) -> str:
         ("--num-groups -8", "--num-groups", "-8 is not in the range"),
         ("--num-groups 0 --out-channels 0", "--num-groups", "got 0, expected at least 1"),
         ("--num-groups 7 --out-channels 0", "--num-groups", "divisor of 64 channels"),
+        ("--norm layer --num-groups 8", "--num-groups", "got 8, expected none with --norm layer"),
+        ("--norm layer --out-channels 0", "--norm", "got layer, expected group where"),
+        ("--norm none", "--norm", "is not one of"),
         ("--groups 3", "--groups", "got 3, expected a positive divisor of 64"),
         ("--groups 3 --out-channels 63", "--groups", "divisor of 64 input channels"),
         ("--groups 0", "--groups", "0 is not in the range"),
@@ -210,6 +216,22 @@ def test_odd_but_possible_problems_are_explained(arguments):
 def test_values_for_each_axis_reach_the_problem():
     output = invoke("explain", "--spatial", "9,8", "--stride", "2,1", "--kernel-size", "4,3")
     assert "k4x3 s2x1" in output.splitlines()[0]
+
+
+@pytest.mark.parametrize("norm", ["instance", "layer", "batch"])
+def test_other_normalisations_are_explained(norm):
+    name = "affine_norm" if norm == "batch" else f"{norm}_norm"
+    for system in ([], ["--system", "system1"]):
+        first = invoke("explain", "--norm", norm, *system).splitlines()[0]
+        assert f"gelu -> {name} on " in first
+
+
+def test_files_of_shapes_name_a_normalisation(tmp_path):
+    path = tmp_path / "shapes.jsonl"
+    lines = [{"norm": norm, "spatial": [6, 6]} for norm in ("group", "layer", "batch")]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = problems_of_file(path, torch.device("cpu"), "'FILE'")
+    assert [each.norm.kind for each in found] == ["group", "layer", "affine"]
 
 
 def test_what_is_given_overrides_the_system():

@@ -441,6 +441,19 @@ def test_torchscript_traces_and_refuses_to_script():
         torch.jit.script(nn.Sequential(model))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_trace_is_the_same_with_and_without_gradients(gradients):
+    """torch checks a trace by one without them."""
+    model, original = converted(nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU()).eval())
+    original.eval()
+    with torch.set_grad_enabled(gradients):
+        traced = torch.jit.trace(model, image_1)
+    assert "conv_transpose_act_norm" in str(traced.inlined_graph)
+    assert "aten::batch_norm" not in str(traced.inlined_graph)
+    assert_same(traced, original, image_1)
+
+
 @pytest.mark.parametrize(
     ("kind", "gradients", "device", "joined"),
     [

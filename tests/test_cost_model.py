@@ -368,6 +368,24 @@ def test_long_sums_of_few_pixels_are_divided_among_multiprocessors(precision):
     assert taps.config(problem, H200).splits > 1
 
 
+@needs_hopper
+@pytest.mark.parametrize("architecture", [75, 80])
+def test_rows_of_hopper_ask_for_its_compute_capability(architecture):
+    forward = dataclasses.replace(system_problem("system1", "fp16", "nchw"), save=True)
+    backward = BackwardProblem.of(
+        forward, grad_dtype=forward.dtype, grad_layout="nchw", aligned=True, gradients=("input",)
+    )
+    for one in (forward, backward):
+        (explanation,) = explained(one, device=KNOWN[architecture])
+        reasons = {
+            each.support.reason
+            for each in dict(explanation.candidates)[one.parts[-1]]
+            if each.kernel.provider.endswith("_sm90")
+        }
+        capability = f"{architecture // 10}.{architecture % 10}"
+        assert reasons == {f"runs on compute capability 9.0, the device has {capability}"}
+
+
 def test_a_device_before_8_0_gets_torchs_operators_with_the_reason():
     problem = system_problem("system1", "fp16", "nchw")
     (explanation,) = explained(problem, device=KNOWN[75])

@@ -51,6 +51,12 @@ def test_it_prints_and_returns(random, capsys):
         assert f"    {names[0]}{more}: {reason}" in text
 
 
+def test_what_shells_echo_is_short():
+    (explanation,) = fusedconv.explain(PROBLEM, device=PROCESSOR, file=io.StringIO())
+    text = repr(explanation)
+    assert text == f"<Explanation of {PROBLEM}, processor: {explanation.kernel}>"
+
+
 def test_text_of_a_backward_pass(force):
     force("torch_epilogue_backward")
     one = backward_problem(problem(save=True), "input", "norm_bias")

@@ -129,8 +129,12 @@ def test_output_size_picks_among_those_a_stride_allows(axes):
             result, composition(module, x, torch.float32, (extra,) * axes), exact
         )
         assert torch.equal(module(x, output_size=[2, 4, *size]), result)
-    with pytest.raises(ValueError, match="output size"):
+    with pytest.raises(ValueError, match=r"^output_size: got \[.*\], expected from \[.*\] to \["):
         module(x, output_size=[extent + 2 for extent in smallest])
+    with pytest.raises(ValueError, match=rf"^output_size: got .*, expected {axes} extents or"):
+        module(x, output_size=[9] * (axes + 1))
+    with pytest.raises(ValueError, match=r"^input: got shape \(3,\), expected"):
+        module(torch.randn(3), output_size=smallest)
 
 
 @pytest.mark.parametrize("size", [12, "ab", [12.0, 14.0], [True, 14], torch.ones(2)])

@@ -95,11 +95,45 @@ def test_a_batch_norm_is_an_affine_map():
     assert [each.dtype for each in bare] == [torch.float32] * 2
 
 
-@pytest.mark.parametrize("name", ["running_var", "weight", "bias"])
+NAMES = ("running_mean", "running_var", "weight", "bias")
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_tensors_of_a_batch_norm_have_one_shape(name):
-    given = dict.fromkeys(("running_mean", "running_var", "weight", "bias"), torch.ones(6))
+    given = dict.fromkeys(NAMES, torch.ones(6))
     with pytest.raises(ValueError, match=rf"{name}: got shape \(1,\), expected .*\(6,\)"):
         fold_batch_norm(**{**given, name: torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"running_mean": torch.ones(1, 6)}, ValueError, r"running_mean: got shape \(1, 6\)"),
+        ({"running_mean": torch.ones(())}, ValueError, r"running_mean: got shape \(\), expected o"),
+        ({"bias": torch.ones(2, 3)}, ValueError, r"bias: got shape \(2, 3\), expected one axis"),
+        (
+            dict.fromkeys(NAMES, torch.ones(6, dtype=torch.int64)),
+            TypeError,
+            "running_mean: got dtype torch.int64, expected torch.float32 or ",
+        ),
+        ({"weight": torch.ones(6).bool()}, TypeError, "weight: got dtype torch.bool, expected "),
+        (
+            {"running_mean": torch.ones(6).double()},
+            TypeError,
+            "running_var: got dtype torch.float32, expected torch.float64 beside running_mean's ",
+        ),
+        ({"bias": torch.ones(6).double()}, TypeError, "bias: got dtype torch.float64, expected "),
+        (
+            {"running_var": torch.ones(6, device="meta")},
+            ValueError,
+            "running_var: got device meta, expected cpu as running_mean's",
+        ),
+        ({"weight": torch.ones(6).to_sparse()}, TypeError, "weight: got layout torch.sparse_coo"),
+    ],
+)
+def test_tensors_that_no_batch_norm_has(given, error, text):
+    with pytest.raises(error, match=f"^{text}"):
+        fold_batch_norm(**{**dict.fromkeys(NAMES, torch.ones(6)), **given})
 
 
 @pytest.mark.parametrize(

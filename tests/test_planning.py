@@ -387,15 +387,25 @@ def test_a_gradients_name_leaves_the_forward_pass_free(force):
 
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize(
-    "extra", [{}, {"activation": "gelu"}, {"num_groups": 2}], ids=["bias", "activation", "norm"]
+    "extra",
+    [
+        {},
+        {"activation": "gelu"},
+        {"num_groups": 2},
+        {"norm": "instance"},
+        {"norm": "layer"},
+        {"norm": "batch"},
+    ],
+    ids=str,
 )
 def test_problems_that_are_described_are_those_of_calls(extra, save):
     """What is tuned or explained ahead of a call is what the call asks for."""
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3), torch.randn(6)
-    affine = torch.ones(6) if "num_groups" in extra else None
+    affine = None if extra.get("norm", extra.get("num_groups")) is None else torch.ones(6)
+    kind = {"batch": "affine"}.get(extra.get("norm"), extra.get("norm"))
     call = ops.ConvCall(
         x, weight, bias, (2, 2), (0, 0), (0, 0), (1, 1), 1, extra.get("activation", "identity"),
-        "act_norm", extra.get("num_groups", 0), affine, affine, 1e-5, None, None, None,
+        "act_norm", extra.get("num_groups", 0), affine, affine, 1e-5, None, None, kind,
     )  # fmt: skip
     described = hypothetical.problem(
         device="cpu", dtype=x.dtype, precision=None, layout="nchw", batch=2, channels=4,

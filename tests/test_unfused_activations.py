@@ -3,6 +3,8 @@ No GPU."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import reference
 import torch
@@ -202,6 +204,22 @@ def test_arguments_of_a_norm_behind_are_checked_first():
             )
         with pytest.raises(ValueError, match="num_groups: got 4"):
             conv_transpose_act_norm(x, weight, activation="tanh", order=order, num_groups=4)
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_traced_without_a_warning(norm, order):
+    x, *given = tensors(torch.float32)
+
+    def call(x):
+        return ours("mish", norm, order, x, *given)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(call, (x,))
+    other = torch.randn(3, *x.shape[1:])
+    torch.testing.assert_close(traced(other), call(other))
 
 
 def test_parsed():

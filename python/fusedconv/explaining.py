@@ -23,7 +23,7 @@ from fusedconv.winners import Piece
 # ---- a problem -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Why a plan was chosen; ``str()`` of it is what ``fusedconv.explain`` prints.
 
@@ -43,6 +43,10 @@ class Explanation:
     candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
     chosen_by: str
     times: Mapping[Piece, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # Short, as shells echo what ``explain`` returns below what it prints.
+        return f"<Explanation of {self.problem}, {self.device}: {self.kernel}>"
 
     def _measured(self, parts: tuple[str, ...], kernel: str) -> str:
         time = self.times.get((parts, kernel))

@@ -22,7 +22,7 @@ from fusedconv.activations import UNFUSED, activate, activate_by, parsed
 from fusedconv.arguments import choice, finite, flag, integer, integers, shown, tensor
 from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.torch import TorchPlan
-from fusedconv.norms import KINDS, folded_batch_norm, normalized
+from fusedconv.norms import KINDS, Norm, folded_batch_norm, normalized
 from fusedconv.plan import ForwardPlan
 from fusedconv.precision import PRECISIONS
 from fusedconv.problem import ORDERS
@@ -186,14 +186,19 @@ def conv_transpose_act_norm(
             )  # fmt: skip
             return activate_by(x, name, parameter)
         channels = weight.shape[1] * groups
-        stage = validation.norm_geometry(
-            input, channels, num_groups or 0, norm_weight, norm_bias, eps,
-            ("norm_weight", "norm_bias"), kind or "group",
-        )  # fmt: skip
+        own = (norm_weight, norm_bias)
+        if _is_tracing():  # which would hold the answers for constants
+            has_weight, has_bias = norm_weight is not None, norm_bias is not None
+            stage = Norm(kind or "group", num_groups or 0, eps, has_weight, has_bias, None)
+        else:
+            stage = validation.norm_geometry(
+                input, channels, num_groups or 0, *own, eps, ("norm_weight", "norm_bias"),
+                kind or "group",
+            )  # fmt: skip
         x = activate_by(alone(), name, parameter)
-        if count := stage.groups(channels):
-            return group_norm(x, count, norm_weight, norm_bias, eps)
-        return normalized(stage, x, norm_weight, norm_bias)
+        if stage.groups(1):  # of any number of channels, which torch.jit.trace has in a tensor
+            return group_norm(x, stage.groups(channels), *own, eps)
+        return normalized(stage, x, *own)
 
     output_dtype: torch.dtype | None = None
     device = input.device.type
@@ -375,8 +380,8 @@ def fold_batch_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """The weight and bias [K] of the "affine" map that a BatchNorm of inference is, from its
-    tensors [K]; in float32 or wider. Autograd follows it to weight and bias. Behind a convolution
-    ``conv_transpose_act_norm`` of norm "batch" does it within its call.
+    tensors [K]; in float32, or in float64 where all of them are. Autograd follows it to weight and
+    bias. Behind a convolution ``conv_transpose_act_norm`` of norm "batch" does it within its call.
 
     y = (x - running_mean) / sqrt(running_var + eps) * weight + bias (Ioffe and Szegedy, 2015).
     Raises ValueError or TypeError naming the argument, its value and what is expected.
@@ -390,12 +395,10 @@ def fold_batch_norm(
     tensor("running_var", running_var)
     tensor("weight", weight, optional=True)
     tensor("bias", bias, optional=True)
-    for name, each in (("running_var", running_var), ("weight", weight), ("bias", bias)):
-        if each is not None and not _is_tracing() and each.shape != running_mean.shape:
-            raise ValueError(
-                f"{name}: got shape {tuple(each.shape)}, expected running_mean's "
-                f"{tuple(running_mean.shape)}"
-            )
+    names = ("running_mean", "running_var", "weight", "bias")
+    for name, each in zip(names, tensors, strict=True):
+        if each is not None:
+            validation.check_statistics(name, each, running_mean, has_shape=not _is_tracing())
     eps = finite("eps", eps)
     statistics = (running_mean, running_var)
     if (

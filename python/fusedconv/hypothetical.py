@@ -13,6 +13,7 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.arguments import integers
 from fusedconv.layout import layout_of
+from fusedconv.norms import statistics_dtype
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import ForwardProblem, epilogue, need_what_they_read
 
@@ -48,12 +49,14 @@ def problem(
     activation: str = "identity",
     order: str = "act_norm",
     save: bool = False,
+    norm: str = "group",
 ) -> ForwardProblem:
     """The problem of ``fusedconv.functional``'s call with these arguments and dense tensors.
 
     ``device`` is "cuda" or "cpu", ``layout`` "nchw" or "nhwc".
-    ``out_channels`` None leaves the convolution out, ``num_groups`` None the GroupNorm,
-    which has weight and bias of the input's dtype.
+    ``out_channels`` None leaves the convolution out, ``num_groups`` None a ``norm`` of "group".
+    Every normalisation has weight and bias of the input's dtype, that of "batch" those that
+    ``fold_batch_norm`` returns.
 
     Raises ValueError or TypeError as the call does: ``name: got ..., expected ...``.
     """
@@ -83,14 +86,16 @@ def problem(
             integers("dilation", dilation, axes),
             groups,
         )
-    norm = None
-    if num_groups is not None:
+    stage = None
+    if num_groups is not None or norm != "group":
         features = channels if out_channels is None else out_channels
-        affine = _empty("weight", (features,), dtype)
-        norm = validation.norm_geometry(
-            input, features, num_groups, affine, affine, eps, ("weight", "bias")
+        wide = statistics_dtype(input) if norm == "batch" else dtype
+        affine = _empty("weight", (features,), wide)
+        kind = "affine" if norm == "batch" else norm
+        stage = validation.norm_geometry(
+            input, features, num_groups or 0, affine, affine, eps, ("weight", "bias"), kind
         )
-    stages = epilogue(conv is not None and bias, activation, order, norm)
+    stages = epilogue(conv is not None and bias, activation, order, stage)
     return ForwardProblem(
         dtype=dtype,
         output_dtype=dtype,

@@ -72,15 +72,7 @@ class FusedConvTranspose(nn.Module):
         output_padding = conv.output_padding
         if output_size is not None:
             arguments.tensor("input", input)
-            output_padding = conv._output_padding(
-                input,
-                arguments.extents("output_size", output_size),
-                conv.stride,
-                conv.padding,
-                conv.kernel_size,
-                len(conv.kernel_size),
-                conv.dilation,
-            )
+            output_padding = _output_padding(conv, input, output_size)
         weight, bias = _weight_and_bias(conv)
         norm_weight, norm_bias = (None, None) if norm is None else _weight_and_bias(norm)
         return functional.conv_transpose_act_norm(
@@ -186,6 +178,39 @@ def _weight_and_bias(child: Any) -> tuple[Any, Any]:
     if "weight" in attributes or "bias" in attributes or "weight" not in own or "bias" not in own:
         return child.weight, child.bias
     return own["weight"], own["bias"]
+
+
+def _output_padding(conv: Any, input: Tensor, output_size: object) -> Any:
+    """What an ``output_size`` means to a convolution, as its own method has it, whose errors name
+    no argument."""
+    size = arguments.extents("output_size", output_size)
+    axes = len(conv.kernel_size)
+    others = input.dim() - axes
+    if others not in (1, 2):
+        return conv.output_padding  # the function refuses the input
+    if len(size) not in (axes, axes + others):
+        raise ValueError(
+            f"output_size: got {size}, expected {axes} extents or {axes + others} for input of "
+            f"shape {tuple(input.shape)}"
+        )
+    size = size[-axes:]
+    geometry = zip(
+        input.shape[others:],
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.kernel_size,
+        strict=True,
+    )
+    least = [(n - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in geometry]
+    most = [extent + stride - 1 for extent, stride in zip(least, conv.stride, strict=True)]
+    for extent, low, high in zip(size, least, most, strict=True):
+        if extent < low or extent > high:
+            raise ValueError(
+                f"output_size: got {size}, expected from {least} to {most} for input of shape "
+                f"{tuple(input.shape)}"
+            )
+    return [extent - low for extent, low in zip(size, least, strict=True)]
 
 
 def _check_activation(activation: str | None, order: str) -> None:

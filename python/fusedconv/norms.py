@@ -1,7 +1,9 @@
 """Normalisations by kind: which statistics they have, and what they compute in torch's operators.
 
 A new kind is an entry of KINDS. Kernels take a kind whose statistics are per sample and group of
-channels as GroupNorm of so many groups; torch's operators compute every kind.
+channels as GroupNorm of so many groups, and "layer" and "affine" where their ``supports`` says so;
+torch's operators compute every kind. "batch", an argument of ``functional``, is no kind: running
+statistics are folded into the weight and bias of "affine".
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ Compute = Callable[[Norm, Tensor, Tensor | None, Tensor | None], Tensor]
 
 class Kind(NamedTuple):
     """``groups(norm, channels)``: how many groups of channels a sample has, each normalised by its
-    mean and variance as GroupNorm does; 0 of any other kind, which kernels refuse.
+    mean and variance as GroupNorm does; 0 of any other kind, which kernels serve that name it.
     ``compute(norm, x, weight, bias)``: torch's operators, with weight and bias as ``affine`` gives
     them. ``operator``: what a plan's step calls those."""
 

@@ -64,6 +64,31 @@ def check_channels(name: str, tensor: Tensor | None, input: Tensor, channels: in
         )
 
 
+def check_statistics(name: str, tensor: Tensor, mean: Tensor, *, has_shape: bool) -> None:
+    """Raises where ``tensor`` is none of those of a BatchNorm with a running mean ``mean``, which
+    may be ``tensor``. Shapes are compared where the tensor ``has_shape``, not one that holds it for
+    torch.jit.trace."""
+    _check_strided(name, tensor)
+    if tensor.dim() != 1:
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, expected one axis, [K]")
+    if has_shape and tensor.shape != mean.shape:
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)}, expected running_mean's {tuple(mean.shape)}"
+        )
+    if tensor.device != mean.device:
+        raise ValueError(
+            f"{name}: got device {tensor.device}, expected {mean.device} as running_mean's"
+        )
+    allowed = _DTYPES
+    if tensor is not mean:
+        wide = mean.dtype == torch.float64
+        allowed = tuple(each for each in _DTYPES if (each == torch.float64) == wide)
+    if tensor.dtype not in allowed:
+        kinds = " or ".join(map(str, allowed))
+        where = "" if tensor is mean else f" beside running_mean's {mean.dtype}"
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, expected {kinds}{where}")
+
+
 def norm_geometry(
     input: Tensor,
     channels: int,

@@ -43,6 +43,7 @@ def _system_sizes(name: str) -> dict[str, Any]:
     )
 
 
+_NORMS = ("group", "instance", "layer", "batch")
 _COUNT = click.IntRange(0, LARGEST)
 _SOME = click.IntRange(1, LARGEST)
 
@@ -76,6 +77,13 @@ _SOME = click.IntRange(1, LARGEST)
 @axes("--dilation", 1, "1")
 @click.option("--groups", type=_SOME, default=1, show_default=True, help="Of the convolution.")
 @click.option("--bias/--no-bias", default=True, show_default=True, help="Of the convolution.")
+@click.option(
+    "--norm",
+    type=click.Choice(_NORMS),
+    default="group",
+    show_default=True,
+    help="What is behind the convolution; batch is that of inference.",
+)
 @click.option("--num-groups", type=_COUNT, default=8, show_default=True, help="0 for no GroupNorm.")
 @click.option("--activation", type=click.Choice(ACTIVATIONS), default="gelu", show_default=True)
 @click.option("--order", type=click.Choice(ORDERS), default="act_norm", show_default=True)
@@ -105,6 +113,18 @@ def problems(
             if not is_given(context, name):
                 options[name] = value
     convolves = options["out_channels"] > 0
+    if options["norm"] != "group":
+        if not convolves:
+            raise click.BadParameter(
+                f"got {options['norm']}, expected group where --out-channels is 0",
+                param_hint="'--norm'",
+            )
+        if is_given(context, "num_groups"):
+            raise click.BadParameter(
+                f"got {options['num_groups']}, expected none with --norm {options['norm']}",
+                param_hint="'--num-groups'",
+            )
+        options["num_groups"] = 0
     if not convolves and not options["num_groups"]:
         raise click.BadParameter(
             "got 0, expected at least 1 where --out-channels is 0", param_hint="'--num-groups'"

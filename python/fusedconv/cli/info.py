@@ -12,6 +12,7 @@ import torch
 from rich.table import Table
 
 import fusedconv
+from fusedconv import winners
 from fusedconv.cli.options import check_settings, console
 from fusedconv.registry import FORCE_VARIABLE, registry
 from fusedconv.selection import forced_kernels
@@ -37,6 +38,8 @@ def _facts() -> dict[str, Any]:
     """All but the kernels."""
     return {
         "fusedconv": fusedconv.__version__,
+        # As records and what was tuned name it.
+        "fusedconv_build": winners.build(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -53,7 +56,7 @@ def _facts() -> dict[str, Any]:
 def _table(facts: dict[str, Any]) -> Table:
     build = facts["build"]
     table = Table("what", "value", show_header=False)
-    table.add_row("fusedconv", facts["fusedconv"])
+    table.add_row("fusedconv", facts["fusedconv_build"])
     table.add_row("Python", facts["python"])
     table.add_row("torch", f"{facts['torch']} (CUDA {facts['torch_cuda'] or 'none'})")
     table.add_row("compiler", str(build.get("compiler", "unknown")))

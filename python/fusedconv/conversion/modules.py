@@ -246,8 +246,11 @@ def _is_kept(chain: Chain, input: Any) -> bool:
         return False
     head = chain.modules[0]
     tensors = (input, head.weight, head.bias, norm.weight, norm.bias)
-    gradients = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
+    # torch.jit.trace checks what it traced by a trace without gradients, which must be the same.
+    gradients = (
+        torch.is_grad_enabled()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     )
     return reason_against_norm(norm, gradients, input.device) is not None
 

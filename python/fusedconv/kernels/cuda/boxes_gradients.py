@@ -38,7 +38,6 @@ from fusedconv.kernels.cuda.program import (
     five_strides,
     run_program,
     supports_device,
-    supports_only,
 )
 from fusedconv.kernels.cuda.transposing import (
     has_whole_vectors,
@@ -212,8 +211,7 @@ class BoxesGradients(BackwardKernel):
         if conv is None:
             return Support.no("computes gradients of convolutions; the problem has none")
         for support in (
-            supports_device(device),
-            supports_only(device, 90),
+            supports_device(device, architecture=90),
             self._supports_precision(forward),
             supports_extents(conv, forward.spatial),
         ):

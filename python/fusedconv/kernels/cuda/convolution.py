@@ -18,7 +18,6 @@ from fusedconv.kernels.cuda.program import (
     equal_chunk,
     five_strides,
     supports_forward,
-    supports_only,
     supports_precision,
 )
 from fusedconv.layout import dense_strides
@@ -42,14 +41,13 @@ def supports_transposed(
     architecture: int | None,
 ) -> Support:
     """What rows ask for that compute in ``precision``, transposed convolutions as they are, with an
-    affine map in the epilogue; ``ungrouped`` as ``supports_forward`` takes it, ``architecture`` the
-    only compute capability, times ten, that they run on, None for 8.0 and later."""
+    affine map in the epilogue; ``ungrouped`` and ``architecture`` as ``supports_forward`` takes
+    them."""
     conv = problem.conv
     if conv is None:
         return Support.no("computes convolutions; the problem has none")
     for support in (
-        supports_forward(problem, device, ungrouped),
-        Support.yes() if architecture is None else supports_only(device, architecture),
+        supports_forward(problem, device, ungrouped, architecture),
         supports_precision(problem, precision),
         supports_affine(problem),
         supports_extents(conv, problem.spatial),

@@ -73,13 +73,17 @@ def allocator(device: torch.device) -> Callable[..., Tensor]:
 _WITHOUT_CUDA = Support.no("fusedconv was built without CUDA (see `fusedconv info`)")
 
 
-def supports_device(device: Device) -> Support:
-    """The conditions on the device that every CUDA kernel of ours has in common."""
+def supports_device(device: Device, architecture: int | None = None) -> Support:
+    """The conditions on the device that CUDA kernels of ours have in common. ``architecture`` is
+    the only compute capability, times ten, that a kernel runs on, None for 8.0 and later."""
     if not HAS_CUDA:
         return _WITHOUT_CUDA
     if device.type != "cuda":
         return Support.no(f"runs on CUDA, the input is on {device.type}")
     capability = _capability(device.architecture)
+    if architecture is not None and device.architecture != architecture:
+        only = _capability(architecture)
+        return Support.no(f"runs on compute capability {only}, the device has {capability}")
     if device.architecture < 80:
         return Support.no(f"needs compute capability 8.0, the device has {capability}")
     compiled = _C.build["architectures"]
@@ -108,21 +112,15 @@ def _capability(architecture: int) -> str:
     return f"{architecture // 10}.{architecture % 10}"
 
 
-def supports_only(device: Device, architecture: int) -> Support:
-    """Whether the device runs kernels of one compute capability, which no later one does."""
-    if device.architecture == architecture:
-        return Support.yes()
-    return Support.no(
-        f"runs on compute capability {_capability(architecture)}, the device has "
-        f"{_capability(device.architecture)}"
-    )
-
-
 def supports_forward(
-    problem: ForwardProblem, device: Device, ungrouped: frozenset[str] = frozenset()
+    problem: ForwardProblem,
+    device: Device,
+    ungrouped: frozenset[str] = frozenset(),
+    architecture: int | None = None,
 ) -> Support:
-    """The conditions of every forward kernel on CUDA; ``ungrouped`` is ``act_norm_act``'s."""
-    support = supports_device(device)
+    """The conditions of every forward kernel on CUDA; ``ungrouped`` is ``act_norm_act``'s,
+    ``architecture`` that of ``supports_device``."""
+    support = supports_device(device, architecture)
     if not support:
         return support
     if problem.output_dtype not in (problem.dtype, torch.float32):

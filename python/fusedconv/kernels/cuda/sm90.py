@@ -23,7 +23,6 @@ from fusedconv.kernels.cuda.program import (
     ProgramPlan,
     equal_chunk,
     supports_forward,
-    supports_only,
     supports_precision,
 )
 from fusedconv.lowering import Phase, lower
@@ -144,8 +143,7 @@ class Sm90Row(ConvolutionRow):
         if conv is None:
             return Support.no("computes convolutions; the problem has none")
         for support in (
-            supports_forward(problem, device, self.ungrouped),
-            supports_only(device, 90),
+            supports_forward(problem, device, self.ungrouped, architecture=90),
             supports_precision(problem, self.precision),
         ):
             if not support:

@@ -56,7 +56,6 @@ from fusedconv.kernels.cuda.program import (
     lines_problem,
     run_program,
     supports_forward,
-    supports_only,
     supports_precision,
 )
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
@@ -149,8 +148,7 @@ class GradientsSm90(BackwardKernel):
         if isinstance(convolution, Support):
             return convolution
         for support in (
-            supports_forward(convolution, device),
-            supports_only(device, 90),
+            supports_forward(convolution, device, architecture=90),
             supports_precision(convolution, self.precision),
         ):
             if not support:

@@ -1,32 +1,31 @@
-"""What a GPU does with a BatchNorm of inference, done by a processor, so that the node of autograd
-that serves it there is tested here."""
+"""Who folds a BatchNorm of inference."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 
-from fusedconv.kernels.cuda import batch_norm
-from fusedconv.norms import folded_batch_norm
-from fusedconv.ops.batch_norm import _gradients_in_torch
+from fusedconv.kernels import batch_norm
 
 
-def fold_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions of ``kernels.cuda.batch_norm`` as they are called from now on."""
+def watch_folding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions of ``kernels.batch_norm`` as they are called from now on."""
     called: list[str] = []
 
-    def fold(*arguments):
-        called.append("fold")
-        with torch.no_grad():
-            return folded_batch_norm(*arguments)
+    def watched(function):
+        @functools.wraps(function)
+        def call(mean, variance, *others):
+            called.append(function.__name__)
+            for each in others[:2]:
+                if function.__name__ == "fold_gradients" and each is not None:
+                    assert each.dtype == torch.float32
+                    assert each.is_contiguous()
+            return function(mean, variance, *others)
 
-    def fold_gradients(mean, variance, scale, shift, eps, dtype, wanted):
-        called.append("fold_gradients")
-        for each in (scale, shift):
-            assert each is None or (each.dtype == torch.float32 and each.is_contiguous())
-        return _gradients_in_torch(mean, variance, scale, shift, eps, dtype, wanted)
+        return call
 
-    monkeypatch.setattr(batch_norm, "folds", lambda *tensors: True)
-    monkeypatch.setattr(batch_norm, "fold", fold)
-    monkeypatch.setattr(batch_norm, "fold_gradients", fold_gradients)
+    for function in (batch_norm.fold, batch_norm.fold_gradients):
+        monkeypatch.setattr(batch_norm, function.__name__, watched(function))
     return called

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from fusedconv import _C, Activation, ForwardProblem, Norm, explain
 from fusedconv.device import device_record
 from fusedconv.functional import conv_transpose_act_norm, fold_batch_norm
+from fusedconv.kernels import batch_norm
 from fusedconv.kernels.compiled import group_norm_problem
-from fusedconv.kernels.cuda import batch_norm
 from fusedconv.kernels.cuda.convolution import UNGROUPED
 from fusedconv.kernels.cuda.program import run_program
 from fusedconv.layout import empty, layout_of

@@ -69,6 +69,7 @@ USE_COMPILED = {
     "errors",
     "precision",
     "kernels.compiled",
+    "kernels.cpu.batch_norm",
     "kernels.cpu.conv_gradients",
     "kernels.cpu.convolution",
     "kernels.cpu.direct",

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "binding/binding.hpp"
+#include "cpu/batch_norm.hpp"
 #include "cpu/channel_sums.hpp"
 #include "cpu/direct.hpp"
 #include "cpu/group_norm.hpp"
@@ -116,6 +117,33 @@ void bind_cpu(py::module_& m) {
            py::arg("bias"), py::arg("grad_input"), py::arg("grad_weight"), py::arg("grad_bias"),
            py::arg("grad_front_bias"), py::arg("threads"),
            "The gradients of layer_norm(), as those of activate().");
+  room.def(
+      "fold_batch_norm",
+      [](int64_t channels, double eps, DType statistics_dtype, DType affine_dtype, uintptr_t mean,
+         uintptr_t variance, uintptr_t weight, uintptr_t bias, uintptr_t scale, uintptr_t shift) {
+        cpu::fold_batch_norm({channels, eps, statistics_dtype, affine_dtype, address<void>(mean),
+                              address<void>(variance), address<void>(weight), address<void>(bias)},
+                             address<float>(scale), address<float>(shift));
+      },
+      py::arg("channels"), py::arg("eps"), py::arg("statistics_dtype"), py::arg("affine_dtype"),
+      py::arg("mean"), py::arg("variance"), py::arg("weight"), py::arg("bias"), py::arg("scale"),
+      py::arg("shift"),
+      "Scale and shift of a BatchNorm's tensors. Addresses; 0 where weight or bias is absent.");
+  room.def(
+      "fold_batch_norm_gradients",
+      [](int64_t channels, double eps, DType statistics_dtype, DType affine_dtype, uintptr_t mean,
+         uintptr_t variance, uintptr_t grad_scale, uintptr_t grad_shift, uintptr_t grad_weight,
+         uintptr_t grad_bias) {
+        cpu::fold_batch_norm_gradients({channels, eps, statistics_dtype, affine_dtype,
+                                        address<void>(mean), address<void>(variance)},
+                                       {address<float>(grad_scale), address<float>(grad_shift),
+                                        address<void>(grad_weight), address<void>(grad_bias)});
+      },
+      py::arg("channels"), py::arg("eps"), py::arg("statistics_dtype"), py::arg("affine_dtype"),
+      py::arg("mean"), py::arg("variance"), py::arg("grad_scale"), py::arg("grad_shift"),
+      py::arg("grad_weight"), py::arg("grad_bias"),
+      "Gradients of weight and bias from those of scale and shift. Addresses; 0 where one that is "
+      "given is zero, or one is not wanted.");
   room.attr("most_column_stride") = cpu::kMostColumnStride;
   room.def(
       "direct_convolution",

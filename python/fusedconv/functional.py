@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fusedconv import ops, validation
 from fusedconv.activations import UNFUSED, activate, activate_by, parsed
 from fusedconv.arguments import choice, finite, flag, integer, integers, shown, tensor
-from fusedconv.kernels.cuda import batch_norm
+from fusedconv.kernels import batch_norm
 from fusedconv.kernels.torch import TorchPlan
 from fusedconv.norms import KINDS, Norm, folded_batch_norm, normalized
 from fusedconv.plan import ForwardPlan

@@ -1,4 +1,4 @@
-"""BatchNorm of inference on CUDA: folded into an affine map, alone or in one node of autograd with
+"""BatchNorm of inference: folded into an affine map, alone or in one node of autograd with
 the convolution in front of it."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedconv.kernels.cuda import batch_norm
+from fusedconv.kernels import batch_norm
 from fusedconv.norms import folded_batch_norm
 from fusedconv.ops.common import (
     any_requires_grad,
@@ -78,7 +78,7 @@ class _Fold(torch.autograd.Function):
 
 
 #: ``functional.fold_batch_norm`` of running mean and variance, weight, bias and eps that
-#: ``kernels.cuda.batch_norm.folds`` says yes to, with gradients of weight and bias.
+#: ``kernels.batch_norm.folds`` says yes to, with gradients of weight and bias.
 fold_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _Fold.apply
 
 
@@ -92,6 +92,8 @@ def folds_directly(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     return (
         goes_direct(input, tensors)
         and not any_requires_grad((mean, variance))
+        # There torch's operators are composed, which autograd follows into what is folded.
+        and not (input.is_cpu and torch.is_autocast_enabled("cpu"))
         and batch_norm.folds(mean, variance, norm_weight, norm_bias)
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.device import device_record
-from fusedconv.kernels.cuda.program import HAS_CUDA, allocator, run_program
+from fusedconv.kernels.cuda.program import allocator, run_program
 from fusedconv.precision import COMPILED_DTYPES
 
 # Slots of the program's pointers.
@@ -46,25 +46,6 @@ def _program(
     return program
 
 
-def folds(*tensors: Tensor | None) -> bool:
-    """Whether ``fold`` serves running mean and variance, weight and bias: dense [channels] of one
-    device, each pair of one dtype that is compiled."""
-    given = [each for each in tensors if each is not None]
-    first = given[0]
-    pairs = [[each for each in pair if each is not None] for pair in (tensors[:2], tensors[2:])]
-    return (
-        HAS_CUDA
-        and first.is_cuda
-        and first.dim() == 1
-        and all(
-            each.device == first.device and each.shape == first.shape and each.is_contiguous()
-            for each in given
-        )
-        and all(each.dtype == pair[0].dtype for pair in pairs for each in pair)
-        and all(each.dtype in COMPILED_DTYPES for each in given)
-    )
-
-
 def fold(
     running_mean: Tensor,
     running_var: Tensor,
@@ -72,7 +53,7 @@ def fold(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift [channels] in float32, of tensors that ``folds`` says yes to."""
+    """As ``kernels.batch_norm.fold``."""
     device = device_record(running_mean.device)
     channels = running_mean.numel()
     given = weight if weight is not None else bias
@@ -129,8 +110,7 @@ def fold_gradients(
     dtype: torch.dtype,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of weight and bias in ``dtype``, as far as they are ``wanted``, from those of what
-    ``fold`` returned: dense, float32, None for zeros."""
+    """As ``kernels.batch_norm.fold_gradients``."""
     device = device_record(running_mean.device)
     channels = running_mean.numel()
     program = _gradients_program(device.index, channels, eps, running_mean.dtype, dtype)

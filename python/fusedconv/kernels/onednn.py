@@ -23,10 +23,12 @@ _TRANSPOSED_PASSES = 7.0
 _GRADIENT_PASSES = 3.0
 #: The same for an ordinary convolution.
 FORWARD_PASSES = 3.5
-#: The share of the products' rate that torch's own loops reach, and that of a weight's gradient,
-#: whose sums are over positions.
-_PLAIN_LOOPS = 1 / 8
+#: The share of the products' rate that a weight's gradient reaches, whose sums are over positions.
 _WEIGHT_GRADIENT = 0.6
+#: torch's own loops write the products of every tap with every pixel, or the pixels that every tap
+#: meets, and read them again: passes over these, as two cores with AVX-512 and instructions for
+#: bfloat16 took for a dozen problems; a half of it where they fit caches.
+_COLUMN_PASSES = 5.0
 #: Passes over the output's gradient that the bias's takes on channels last.
 _BIAS_PASSES_LAST = 4.0
 #: The share of float32's rate that the loops of depthwise convolutions reach, forward and for the
@@ -109,6 +111,27 @@ def copy_milliseconds(
     return moved + CALL * device.launch_milliseconds
 
 
+def weight_elements(problem: ForwardProblem) -> int:
+    conv = problem.conv
+    assert conv is not None
+    return conv.in_channels * conv.out_channels // conv.groups * math.prod(conv.kernel_size)
+
+
+def _plain_loops_milliseconds(
+    problem: ForwardProblem, device: Device, dtype: torch.dtype, layout: Layout
+) -> float:
+    """Of the convolution or a gradient in torch's own loops: one matrix product a sample, and
+    columns of it that are spread out in memory."""
+    conv = problem.conv
+    assert conv is not None
+    pixels = problem.batch * math.prod(problem.spatial)
+    columns = pixels * conv.out_channels * math.prod(conv.kernel_size)
+    passes = 2.0 if layout == "nhwc" else 1.0
+    moved = (_COLUMN_PASSES * columns + weight_elements(problem)) * dtype.itemsize
+    moved += passes * moved_bytes(problem, dtype)
+    return product_milliseconds(problem, device, dtype) + device.copy_milliseconds(moved)
+
+
 def _milliseconds(
     problem: ForwardProblem,
     device: Device,
@@ -123,7 +146,7 @@ def _milliseconds(
     if layout == "nhwc":
         passes = passes + 1.0 if len(problem.spatial) == 1 else 1.0
     if in_plain_loops(problem, device, dtype):
-        share = _PLAIN_LOOPS
+        return _plain_loops_milliseconds(problem, device, dtype, layout)
     products = product_milliseconds(problem, device, dtype) / share
     if is_depthwise(problem) and what in _DEPTHWISE:
         share = _DEPTHWISE[what][min(4, dtype.itemsize), result_layout(layout)]

@@ -194,7 +194,9 @@ class _MatrixProductPlan(BackwardPlan):
             found = found._replace(input=product.view(input.shape))
         if "weight" in self.gradients:
             samples = torch.bmm(input.reshape(batch, channels, -1), tiles.transpose(1, 2))
-            found = found._replace(weight=samples.sum(0).view(weight.shape))
+            # Of one sample there is nothing to add up, and the weight's size not to copy.
+            product = samples.sum(0) if batch > 1 else samples[0]
+            found = found._replace(weight=product.view(weight.shape))
         return found
 
 
@@ -230,6 +232,8 @@ class MatrixProductGradients(BackwardKernel):
             total += onednn.copy_milliseconds(device, forward.output_elements, dtype, dtype)
         products = onednn.product_milliseconds(forward, device, dtype) + device.copy_milliseconds(
             onednn.moved_bytes(forward, dtype)
+            # Channels last bring the taps in front of the weight's channels, or back.
+            + (3 if layout == "nhwc" else 1) * onednn.weight_elements(forward) * dtype.itemsize
         )
         return total + len(problem.parts) * (products + onednn.CALL * device.launch_milliseconds)
 

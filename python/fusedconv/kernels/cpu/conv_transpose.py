@@ -21,6 +21,7 @@ from fusedconv.kernels.cpu.convolution import (
 from fusedconv.kernels.cpu.direct import Direct
 from fusedconv.kernels.cpu.group_norm import UNGROUPED, Stages, converts
 from fusedconv.kernels.cpu.matrix_product import MatrixProduct
+from fusedconv.kernels.cpu.shifted import ShiftedProducts
 from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import dense
 from fusedconv.plan import ForwardKernel, ForwardPlan, Kernel, Outputs
@@ -36,6 +37,7 @@ from fusedconv.support import Support
 #: In which a convolution is computed.
 FORMS: tuple[Form, ...] = (
     AsTorch(), ChannelsLast(), OrdinaryConvolution(), MatrixProduct(), Direct(),
+    ShiftedProducts(),
 )  # fmt: skip
 #: Passes over a tensor of a compiled pass that reads one and writes another, and of one that
 #: normalises in between.

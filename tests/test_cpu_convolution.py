@@ -272,6 +272,8 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         pytest.skip(NEEDS_WIDE_VECTORS)
     if layout == "nhwc" and kernel == "cpu_channels_last" and not widened:
         pytest.skip("torch's own call is this form")
+    if kernel == "cpu_shifted_products" and dtype != torch.float32 and not widened:
+        pytest.skip("the processor multiplies 16 bits")
     force(kernel)
     (explanation,) = explained(conv_transpose_act_norm, *call, **arguments, **extra)
     assert explanation.kernel == kernel

@@ -115,8 +115,9 @@ class MatrixProduct(Form):
         )
         if math.prod(problem.conv.kernel_size) > 1:
             # The weight's taps are brought in front of its channels.
-            weight = onednn.weight_elements(problem)
-            total += onednn.copy_milliseconds(device, weight, dtype, dtype)
+            if not onednn.weight_lies_last(problem):
+                weight = onednn.weight_elements(problem)
+                total += onednn.copy_milliseconds(device, weight, dtype, dtype)
             total += onednn.copy_milliseconds(device, problem.output_elements, dtype, dtype)
         return total
 

@@ -260,13 +260,14 @@ class ShiftedProducts(Form):
     name = "shifted_products"
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        support = supports_form(problem) and _supports_taps(problem, device)
         least = min(problem.channels, problem.output_channels)
-        if least < _LEAST_CHANNELS:
+        if support and least < _LEAST_CHANNELS:
             return Support.no(
                 f"there are {least} channels on one side, and sums of them are less exact than "
                 f"torch's below {_LEAST_CHANNELS}"
             )
-        return supports_form(problem) and _supports_taps(problem, device)
+        return support
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         assert problem.conv is not None

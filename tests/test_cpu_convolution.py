@@ -35,6 +35,8 @@ from fusedconv.kernels.cpu.conv_transpose import FORMS
 from fusedconv.kernels.cpu.conv_transpose import kernels as forward_kernels
 from fusedconv.kernels.cpu.convolution import as_stored
 from fusedconv.kernels.cpu.direct import kernels as direct_kernels
+from fusedconv.kernels.cpu.shifted import ShiftedGradients
+from fusedconv.kernels.cpu.shifted import kernels as shifted_kernels
 from fusedconv.plan import BackwardTensors
 from fusedconv.precision import precisions_of
 from fusedconv.reference import convolution_gradients
@@ -65,6 +67,16 @@ CASES = {
     "volume k3": ((2, 6, 3, 4, 5), 4, 3, {"padding": 1}),
     "volume k3 of one sample": ((1, 6, 3, 4, 5), 4, 3, {"padding": 1}),
     "volume k2 s2": ((1, 6, 3, 4, 5), 4, 2, {"stride": 2}),
+    "volume k3 s2 of one sample": (
+        (1, 24, 3, 4, 5),
+        20,
+        3,
+        {"stride": 2, "padding": 1, "output_padding": 1},
+    ),
+    "k2 s3 of one sample": ((1, 16, 5, 7), 20, 2, {"stride": 3, "output_padding": 2}),
+    "k3 s2 d3 of one sample": ((1, 16, 5, 7), 20, 3, {"stride": 2, "dilation": 3, "padding": 4}),
+    "k2 cropped of one sample": ((1, 16, 5, 7), 20, 2, {"padding": 2}),
+    "line k3 s2 of one sample": ((1, 16, 40), 20, 3, {"stride": 2, "padding": 1}),
     "volume k2x1x3 s2x1x3": ((2, 6, 3, 4, 5), 4, (2, 1, 3), {"stride": (2, 1, 3)}),
     "many channels": ((2, 192, 14, 14), 64, 3, {"padding": 1}),
     "many channels s2": ((2, 192, 14, 14), 64, 4, {"stride": 2, "padding": 1}),
@@ -170,7 +182,9 @@ def test_every_form_serves_cases_of_every_dtype():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "kernel", [*gradient_kernels(), *direct_kernels()], ids=lambda kernel: kernel.name
+    "kernel",
+    [*gradient_kernels(), *direct_kernels(), *shifted_kernels()],
+    ids=lambda kernel: kernel.name,
 )
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=["narrow", "wide"])
 def test_gradients_are_as_exact_as_torchs(kernel, case, dtype, layout, grad_dtype):
@@ -208,6 +222,7 @@ def test_gradients_are_as_exact_as_torchs(kernel, case, dtype, layout, grad_dtyp
                     actual.to(dtype), narrow, expected, GRADIENT_FLOOR[dtype]
                 )
     tiles = case in ("k2 s2", "k1", "line k2 s2", "volume k2x1x3 s2x1x3")
+    tiles = tiles and not isinstance(kernel, ShiftedGradients)
     if dtype != torch.float32 and (tiles or isinstance(kernel, WidenedGradients)):
         assert served, "16 bits are widened everywhere"
 
@@ -224,10 +239,14 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         "cpu_ordinary_convolution": (3, 1),
         "cpu_matrix_product": (2, 2),
         "cpu_direct": (3, 2),
+        "cpu_shifted_products": (3, 2),
     }[kernel]
-    shape, arguments = (2, 8, 9, 11), {"stride": stride}
-    x, weight, bias = tensors(shape, 12, kernel_size, {}, dtype, layout)
-    affine = torch.linspace(0.5, 2, 12).to(dtype), torch.linspace(-1, 1, 12).to(dtype)
+    # torch leaves single samples to loops of its own.
+    batch, channels = (1, 24) if kernel == "cpu_shifted_products" else (2, 8)
+    shape, arguments = (batch, channels, 9, 11), {"stride": stride}
+    outputs = 18 if kernel == "cpu_shifted_products" else 12
+    x, weight, bias = tensors(shape, outputs, kernel_size, {}, dtype, layout)
+    affine = [torch.linspace(*ends, outputs).to(dtype) for ends in ((0.5, 2), (-1, 1))]
     extra = {"activation": "silu", "order": order, "norm": norm}
     if norm is not None:
         extra.update(norm_weight=affine[0], norm_bias=affine[1])
@@ -253,6 +272,8 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         pytest.skip(NEEDS_WIDE_VECTORS)
     if layout == "nhwc" and kernel == "cpu_channels_last" and not widened:
         pytest.skip("torch's own call is this form")
+    if kernel == "cpu_shifted_products" and dtype != torch.float32 and not widened:
+        pytest.skip("the processor multiplies 16 bits")
     force(kernel)
     (explanation,) = explained(conv_transpose_act_norm, *call, **arguments, **extra)
     assert explanation.kernel == kernel
@@ -281,6 +302,9 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         ("cpu_matrix_product", "k3", torch.float32, "nchw", "overlap or leave gaps"),
         ("cpu_matrix_product", "groups", torch.float32, "nchw", "groups are 2"),
         ("cpu_matrix_product", "k2 s2", torch.float64, "nchw", "float64"),
+        ("cpu_shifted_products", "many channels", torch.float32, "nchw", "oneDNN computes it"),
+        ("cpu_shifted_products", "k3 of one sample", torch.float32, "nchw", "below 16"),
+        ("cpu_shifted_products", "line k3 s2 of one sample", torch.float64, "nchw", "float64"),
     ],
 )
 def test_refusals_of_forms(kernel, case, dtype, layout, reason):
@@ -348,7 +372,9 @@ def test_refusals_of_gradients(case, dtype, wanted, reasons):
         ((4, 64, 4096), 64, 3, {"padding": 1}, "nhwc", "cpu_ordinary_convolution"),
         ((4, 64, 2048), 64, 4, {"stride": 2, "padding": 1}, "nhwc", "cpu_channels_last"),
         ((1, 64, 16, 16, 16), 32, 2, {"stride": 2}, "nhwc", "cpu_matrix_product"),
-        ((1, 32, 16, 32, 32), 32, 3, {"padding": 1}, "nchw", "torch"),
+        ((1, 32, 16, 32, 32), 32, 3, {"padding": 1}, "nchw", "cpu_shifted_products"),
+        ((1, 512, 6, 6), 512, 3, {"padding": 1}, "nchw", "torch"),
+        ((1, 768, 3, 3, 3), 384, 2, {"stride": 2}, "nchw", "torch"),
         ((1, 2, 3, 3), 2, 3, {}, "nchw", "torch"),
     ],
 )

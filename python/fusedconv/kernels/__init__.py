@@ -4,6 +4,7 @@ from fusedconv.kernels import torch
 from fusedconv.kernels.cpu import conv_gradients, conv_transpose, epilogue_gradients
 from fusedconv.kernels.cpu import direct as cpu_direct
 from fusedconv.kernels.cpu import group_norm as cpu_group_norm
+from fusedconv.kernels.cpu import shifted as cpu_shifted
 from fusedconv.kernels.cuda import (
     boxes_gradients,
     boxes_sm90,
@@ -33,6 +34,7 @@ def built_in() -> list[Kernel]:
         conv_transpose,
         conv_gradients,
         cpu_direct,
+        cpu_shifted,
         sm80,
         sm90,
         sm90_runs,

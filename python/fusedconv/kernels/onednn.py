@@ -23,12 +23,15 @@ _TRANSPOSED_PASSES = 7.0
 _GRADIENT_PASSES = 3.0
 #: The same for an ordinary convolution.
 FORWARD_PASSES = 3.5
-#: The share of the products' rate that torch's own loops reach, and that of a weight's gradient,
-#: whose sums are over positions.
-_PLAIN_LOOPS = 1 / 8
+#: The share of the products' rate that a weight's gradient reaches, whose sums are over positions.
 _WEIGHT_GRADIENT = 0.6
-#: Passes over the output's gradient that the bias's takes on channels last.
-_BIAS_PASSES_LAST = 4.0
+#: torch's own loops write the products of every tap with every pixel, or the pixels that every tap
+#: meets, and read them again: passes over these, as two cores with AVX-512 and instructions for
+#: bfloat16 took for a dozen problems; a half of it where they fit caches.
+_COLUMN_PASSES = 5.0
+#: Passes over the output's gradient that the bias's takes oneDNN: on channels last and in 16 bits,
+#: and else.
+_SLOW_BIAS_PASSES, _BIAS_PASSES = 4.0, 2.0
 #: The share of float32's rate that the loops of depthwise convolutions reach, forward and for the
 #: weight's gradient, by size of an element and layout; the input's gradient is as fast as others.
 _DEPTHWISE = {
@@ -109,6 +112,36 @@ def copy_milliseconds(
     return moved + CALL * device.launch_milliseconds
 
 
+def weight_elements(problem: ForwardProblem) -> int:
+    conv = problem.conv
+    assert conv is not None
+    return conv.in_channels * conv.out_channels // conv.groups * math.prod(conv.kernel_size)
+
+
+def weight_lies_last(problem: ForwardProblem) -> bool:
+    """Whether output channels are innermost in the weight, in front of which the taps lie then."""
+    conv = problem.conv
+    assert conv is not None
+    return conv.weight_strides[1] == 1 and math.prod(conv.kernel_size) > 1
+
+
+def _plain_loops_milliseconds(
+    problem: ForwardProblem, device: Device, dtype: torch.dtype, layout: Layout
+) -> float:
+    """Of the convolution or a gradient in torch's own loops: one matrix product a sample, and
+    columns of it that are spread out in memory."""
+    conv = problem.conv
+    assert conv is not None
+    pixels = problem.batch * math.prod(problem.spatial)
+    columns = pixels * conv.out_channels * math.prod(conv.kernel_size)
+    passes = 2.0 if layout == "nhwc" else 1.0
+    # They take a contiguous weight, and bring others into that order against the grain.
+    weight = weight_elements(problem) * (5 if weight_lies_last(problem) else 1)
+    moved = (_COLUMN_PASSES * columns + weight) * dtype.itemsize
+    moved += passes * moved_bytes(problem, dtype)
+    return product_milliseconds(problem, device, dtype) + device.copy_milliseconds(moved)
+
+
 def _milliseconds(
     problem: ForwardProblem,
     device: Device,
@@ -123,7 +156,7 @@ def _milliseconds(
     if layout == "nhwc":
         passes = passes + 1.0 if len(problem.spatial) == 1 else 1.0
     if in_plain_loops(problem, device, dtype):
-        share = _PLAIN_LOOPS
+        return _plain_loops_milliseconds(problem, device, dtype, layout)
     products = product_milliseconds(problem, device, dtype) / share
     if is_depthwise(problem) and what in _DEPTHWISE:
         share = _DEPTHWISE[what][min(4, dtype.itemsize), result_layout(layout)]
@@ -162,10 +195,13 @@ def gradients_milliseconds(
     total = CALL * device.launch_milliseconds
     asked = set(gradients)
     if "bias" in asked:
-        passes = _BIAS_PASSES_LAST if layout == "nhwc" else 1.0
-        total += device.copy_milliseconds(passes * problem.output_elements * dtype.itemsize)
+        slow = layout == "nhwc" or dtype.itemsize == 2
+        passes = _SLOW_BIAS_PASSES if slow else _BIAS_PASSES
         if not in_plain_loops(problem, device, dtype):
             asked.add("weight")  # oneDNN computes both or none
+        elif layout != "nhwc":
+            passes = 1.0
+        total += device.copy_milliseconds(passes * problem.output_elements * dtype.itemsize)
     for gradient, share in (("input", 1.0), ("weight", _WEIGHT_GRADIENT)):
         if gradient in asked:
             total += _milliseconds(

@@ -11,7 +11,6 @@ order in both.
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -107,14 +106,10 @@ def conversion_milliseconds(
     if dtype != problem.dtype or layout != problem.layout:
         total += onednn.copy_milliseconds(device, problem.input_elements, problem.dtype, dtype)
     if dtype != problem.dtype:
-        total += onednn.copy_milliseconds(device, weight_elements(problem), problem.dtype, dtype)
+        total += onednn.copy_milliseconds(
+            device, onednn.weight_elements(problem), problem.dtype, dtype
+        )
     return total
-
-
-def weight_elements(problem: ForwardProblem) -> int:
-    conv = problem.conv
-    assert conv is not None
-    return conv.in_channels * conv.out_channels // conv.groups * math.prod(conv.kernel_size)
 
 
 class Convolution(ABC):
@@ -388,7 +383,8 @@ class OrdinaryConvolution(Form):
         layout = _ordinary_layout(problem, calls_onednn)
         passes = 1.0 if layout == "nhwc" else onednn.FORWARD_PASSES
         # The filter is flipped, which walks through its memory backwards.
-        flipped = 2 * onednn.copy_milliseconds(device, weight_elements(problem), dtype, dtype)
+        weight = onednn.weight_elements(problem)
+        flipped = 2 * onednn.copy_milliseconds(device, weight, dtype, dtype)
         return (
             conversion_milliseconds(problem, device, dtype, layout)
             + flipped

@@ -107,10 +107,17 @@ class MatrixProduct(Form):
         total = (
             conversion_milliseconds(problem, device, dtype, self._layout(problem))
             + onednn.product_milliseconds(problem, device, dtype)
-            + device.copy_milliseconds(onednn.moved_bytes(problem, dtype))
+            + device.copy_milliseconds(
+                onednn.moved_bytes(problem, dtype)
+                + onednn.weight_elements(problem) * dtype.itemsize
+            )
             + 2 * onednn.CALL * device.launch_milliseconds
         )
         if math.prod(problem.conv.kernel_size) > 1:
+            # The weight's taps are brought in front of its channels.
+            if not onednn.weight_lies_last(problem):
+                weight = onednn.weight_elements(problem)
+                total += onednn.copy_milliseconds(device, weight, dtype, dtype)
             total += onednn.copy_milliseconds(device, problem.output_elements, dtype, dtype)
         return total
 

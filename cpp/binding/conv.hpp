@@ -14,8 +14,8 @@ auto scheduled(T Schedule::* field) {
   return [field](Config const& config) { return config.schedule.*field; };
 }
 
-// What callers ask of a room beside: scales, whether it takes a scale and shift of each channel, and
-// takes_moments, whether it takes moments of what it activates.
+// What callers ask of a room beside: scales, whether it takes a scale and shift of each channel,
+// and takes_moments, whether it takes moments of what it activates.
 template <class Config>
 void bind_convolve(py::module_& m) {
   using Convolve = conv::Convolve<Config>;

@@ -146,7 +146,8 @@ std::string refusal(Config& config) {
                         " bytes of shared memory");
   }
   // Blocks count on beyond the last item by as many as there are.
-  if (config.items() > kMostInt / 2) return detail::join("a batch of ", config.batch, " is too large");
+  if (config.items() > kMostInt / 2)
+    return detail::join("a batch of ", config.batch, " is too large");
   return {};
 }
 

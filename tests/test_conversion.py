@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from converting import assert_same, calls, converted, results
+from reference import GRADIENT_FLOOR, LAYOUTS, assert_as_accurate_as_torch, cotangent
 from systems import SPATIAL
 from test_composing import HOOKS, Adapted, Scaled, doubling, replica_of
 from torch import nn
@@ -16,7 +17,6 @@ from torch.nn.utils import parametrize
 
 import fusedconv
 from fusedconv import ConvTransposeActNorm2d, ModelNew
-from fusedconv.conversion.stages import Normalization, reason_against_norm
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 INSTANCE = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
@@ -454,15 +454,22 @@ def test_a_trace_is_the_same_with_and_without_gradients(gradients):
     assert_same(traced, original, image_1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gradients", "device", "joined"),
-    [
-        ("affine", True, "cpu", False),
-        ("affine", True, "cuda", True),
-        ("affine", False, "cpu", True),
-        ("layer", True, "cpu", True),
-    ],
-)
-def test_where_gradients_are_wanted_a_batch_norm_is_joined_on_gpus(kind, gradients, device, joined):
-    norm = Normalization(kind, None, None, 1e-5)
-    assert (reason_against_norm(norm, gradients, torch.device(device)) is None) == joined
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_norm_in_evaluation_mode_is_trained_through(dtype, layout):
+    torch.manual_seed(0)
+    x = image()
+    original = nn.Sequential(conv(), nn.BatchNorm2d(6), nn.ReLU()).eval().to(dtype)
+    nn.init.uniform_(original[1].running_mean, -1.0, 1.0)
+    nn.init.uniform_(original[1].running_var, 0.5, 2.0)
+    model = copy.deepcopy(original)
+    report = fusedconv.convert(model)
+    assert "batch_norm -> relu" in str(report)
+    exact = copy.deepcopy(original).double()
+    found = []
+    for each, of in ((model, dtype), (original, dtype), (exact, torch.float64)):
+        leaf = LAYOUTS[layout](x.to(dtype).to(of)).requires_grad_()
+        output = each(leaf)
+        found.append(torch.autograd.grad(output, [leaf, *each.parameters()], cotangent(output)))
+    for actual, torchs, expected in zip(*found, strict=True):
+        assert_as_accurate_as_torch(actual, torchs, expected, 4 * GRADIENT_FLOOR[dtype])

@@ -167,8 +167,7 @@ def convert(
     - Sequences (torch.nn.Sequential and subclasses with its forward) compute convolution,
       [normalisation] and [activation], in either order of the two, and GroupNorm and activation, in
       one call. Normalisations are GroupNorm, InstanceNorm without running statistics and BatchNorm
-      in evaluation mode (on processors where no gradients are wanted); activations ReLU, GELU and
-      SiLU.
+      in evaluation mode; activations ReLU, GELU and SiLU.
     - With ``follow``, modules whose forward code joins such chains are captured by torch.compile
       when they are called, and run its graphs with the chains replaced (``compile_pass``), without
       a compiler. Compiled code around the model is not changed by this; see ``compile_backend``.

@@ -28,14 +28,12 @@ from fusedconv.conversion.matching import (
 )
 from fusedconv.conversion.stages import (
     SERVED_DTYPES,
-    Normalization,
     Stage,
     activation_and_order,
     conv_keywords,
     described,
     joins,
     norm_of,
-    reason_against_norm,
 )
 
 logger = logging.getLogger("fusedconv")
@@ -49,12 +47,12 @@ def compile_pass(graph_module: GraphModule) -> GraphModule:
     What is replaced: transposed convolutions with the normalisation and activation behind them (in
     either order), and GroupNorms with the activation in front or behind, where nothing else reads
     what is between them. Normalisations are GroupNorm, InstanceNorm without running statistics,
-    BatchNorm of inference (on processors where no gradients are wanted), and LayerNorm of channels,
-    between the two permutations that put them last and back or written out in arithmetic as Segment
-    Anything has it. The graph is one that torch.compile hands to a backend, or the module of an
-    exported program; its nodes know what tensors they compute (``example_value`` or ``val`` in
-    their meta), else convolutions and GroupNorms are not recognised for what they are and stay.
-    Each chain is logged (logger ``fusedconv``, level DEBUG).
+    BatchNorm of inference, and LayerNorm of channels, between the two permutations that put them
+    last and back or written out in arithmetic as Segment Anything has it. The graph is one that
+    torch.compile hands to a backend, or the module of an exported program; its nodes know what
+    tensors they compute (``example_value`` or ``val`` in their meta), else convolutions and
+    GroupNorms are not recognised for what they are and stay. Each chain is logged (logger
+    ``fusedconv``, level DEBUG).
 
     Raises TypeError where ``graph_module`` is no torch.fx.GraphModule.
     """
@@ -281,26 +279,16 @@ def _extend(chain: _Chain, axes: int) -> None:
         if isinstance(match, Refusal):
             chain.refusal = match
             return
-        norm = norm_of(match.stages)
         if any(reader not in match.nodes for reader in end.users):
             reason = f"its input is read {len(end.users)} times"
         elif not joins(chain.stages, match.stages):
             reason = "it is one stage too many"
-        elif norm is not None and (against := _reason_against_norm(chain, norm, match)):
-            reason = against
         elif not _reads(match, end) or not _adjacent(end, match.nodes):
             reason = "other operations stand in between"
         if reason:
             chain.refusal = Refusal(str(match), reason)
             return
         chain.add(match)
-
-
-def _reason_against_norm(chain: _Chain, norm: Normalization, match: Match) -> str | None:
-    output = example(match.nodes[-1])
-    if output is None:
-        return None
-    return reason_against_norm(norm, output.requires_grad, output.device)
 
 
 def _stage(node: Node, axes: int) -> Match | Refusal | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fusedconv import functional
@@ -26,7 +25,6 @@ from fusedconv.conversion.stages import (
     is_transparent,
     norm_of,
     reason_against,
-    reason_against_norm,
     takes,
 )
 
@@ -221,8 +219,6 @@ class ConvertedSequential(Converted):
             head = chain.modules[0]
             if len(chain.modules) == 1:
                 input = head(input)
-            elif _is_kept(chain, input):
-                input = _called(chain, input)
             elif chain.has_convolution and _takes_batch(head, input):
                 output = _convolved(head, input, chain.stages)
                 input = _called(chain, input) if _is_refused(chain.stages, output) else output
@@ -237,22 +233,6 @@ def _called(chain: Chain, input: Any) -> Any:
     for module in chain.modules:
         input = module(input)
     return input
-
-
-def _is_kept(chain: Chain, input: Any) -> bool:
-    """Whether the norm in a chain is torch's in this call, as autograd is to follow it."""
-    norm = norm_of(chain.stages)
-    if norm is None or norm.kind != "affine" or not isinstance(input, Tensor):
-        return False
-    head = chain.modules[0]
-    tensors = (input, head.weight, head.bias, norm.weight, norm.bias)
-    # torch.jit.trace checks what it traced by a trace without gradients, which must be the same.
-    gradients = (
-        torch.is_grad_enabled()
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    )
-    return reason_against_norm(norm, gradients, input.device) is not None
 
 
 def _is_refused(stages: list[Stage], output: Tensor) -> bool:

@@ -100,14 +100,6 @@ def described(*parts: Stage) -> str:
     return " -> ".join(part if isinstance(part, str) else part.title for part in parts)
 
 
-def reason_against_norm(norm: Normalization, gradients: bool, device: torch.device) -> str | None:
-    """Why a normalisation of tensors on ``device`` is not joined; None where it is. ``gradients``
-    says that autograd is to follow it."""
-    if gradients and norm.kind == "affine" and device.type != "cuda":
-        return "its gradients take less memory in torch"
-    return None
-
-
 # ---- modules -------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,9 @@ UNFUSED: dict[str, float | None] = {
     "mish": None,
 }
 
+#: Those whose result says what their gradient needs to know: nobody has to keep what they read.
+KEEP_RESULT = frozenset({"relu"})
+
 #: Every name that functions and modules take beside None.
 NAMES = (*ACTIVATIONS, *UNFUSED)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fusedconv import ops, validation
-from fusedconv.activations import UNFUSED, activate, activate_by, parsed
+from fusedconv.activations import KEEP_RESULT, UNFUSED, activate, activate_by, parsed
 from fusedconv.arguments import choice, finite, flag, integer, integers, shown, tensor
 from fusedconv.kernels import batch_norm
 from fusedconv.kernels.torch import TorchPlan
@@ -231,7 +231,7 @@ def conv_transpose_act_norm(
         precision,
         output_dtype,
         None if kind == "group" else kind,
-        recompute and (normalises or name not in ("identity", "relu")),  # which keep nothing
+        recompute and (normalises or name not in ("identity", *KEEP_RESULT)),
     )
     if lowers and device != "cuda":
         return _composed_under_autocast(call)

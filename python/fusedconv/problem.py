@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from fusedconv.activations import NAMES, UNFUSED
+from fusedconv.activations import KEEP_RESULT, NAMES, UNFUSED
 from fusedconv.arguments import finite
 from fusedconv.layout import Layout, layout_of, result_layout
 from fusedconv.norms import KINDS, Norm
@@ -91,10 +91,12 @@ def epilogue(bias: bool, activation: str, order: str, norm: Norm | None) -> Epil
 
 def need_what_they_read(stages: Epilogue, converted: bool) -> bool:
     """Whether gradients through stages need what these were computed from. Through a bias alone
-    they do not; a ReLU alone stops what its result says, unless that is ``converted`` to another
-    dtype: whoever goes on from the result keeps it anyway."""
+    they do not; through a ReLU alone (``activations.KEEP_RESULT``) the result does, which whoever
+    goes on from it keeps anyway, unless it is ``converted`` to another dtype."""
     rest = [stage for stage in stages if not isinstance(stage, Bias)]
-    return bool(rest) and (converted or rest != [Activation("relu")])
+    if len(rest) == 1 and isinstance(rest[0], Activation) and rest[0].name in KEEP_RESULT:
+        return converted
+    return bool(rest)
 
 
 @lru_cache(maxsize=4096)

@@ -156,8 +156,8 @@ def _saved(problem: BackwardProblem, source: _Source) -> BackwardTensors:
     input, weight, _, norm_weight, norm_bias, residual = given
     outputs = TorchForward().compile(forward, device_record(source.device)).run(*given)
     conv_output = outputs.conv_output
-    if conv_output is None and forward.conv is not None:
-        conv_output = outputs.output  # which a ReLU's gradient reads, and a bias's does not
+    if conv_output is None and forward.conv is not None and forward.activations:
+        conv_output = outputs.output  # a ReLU's, which its gradient reads
     if conv_output is not None:
         conv_output = dense(conv_output, forward.output_layout)
     shape, layout = forward.output_shape, forward.output_layout

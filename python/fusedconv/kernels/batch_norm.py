@@ -1,4 +1,4 @@
-"""BatchNorm of inference as an affine map of channels, by the kernels of the tensors' device."""
+"""BatchNorm of inference as an affine map of channels, on processors and on CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedconv.kernels.cpu import batch_norm as cpu
+from fusedconv import _C
+from fusedconv.kernels.compiled import address
 from fusedconv.kernels.cuda import batch_norm as cuda
 from fusedconv.kernels.cuda.program import HAS_CUDA
 from fusedconv.precision import COMPILED_DTYPES
@@ -39,8 +40,25 @@ def fold(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Scale and shift [channels] in float32, of tensors that ``folds`` says yes to."""
-    device = cpu if running_mean.is_cpu else cuda
-    return device.fold(running_mean, running_var, weight, bias, eps)
+    if not running_mean.is_cpu:
+        return cuda.fold(running_mean, running_var, weight, bias, eps)
+    channels = running_mean.numel()
+    given = weight if weight is not None else bias
+    scale = torch.empty(channels, dtype=torch.float32)
+    shift = torch.empty(channels, dtype=torch.float32)
+    _C.cpu.fold_batch_norm(
+        channels,
+        eps,
+        COMPILED_DTYPES[running_mean.dtype],
+        COMPILED_DTYPES[torch.float32 if given is None else given.dtype],
+        running_mean.data_ptr(),
+        running_var.data_ptr(),
+        address(weight),
+        address(bias),
+        scale.data_ptr(),
+        shift.data_ptr(),
+    )
+    return scale, shift
 
 
 def fold_gradients(
@@ -54,7 +72,21 @@ def fold_gradients(
 ) -> list[Tensor | None]:
     """Gradients of weight and bias in ``dtype``, as far as they are ``wanted``, from those of what
     ``fold`` returned: dense, float32, None for zeros."""
-    device = cpu if running_mean.is_cpu else cuda
-    return device.fold_gradients(
-        running_mean, running_var, grad_scale, grad_shift, eps, dtype, wanted
+    if not running_mean.is_cpu:
+        return cuda.fold_gradients(
+            running_mean, running_var, grad_scale, grad_shift, eps, dtype, wanted
+        )
+    channels = running_mean.numel()
+    found = [torch.empty(channels, dtype=dtype) if want else None for want in wanted]
+    _C.cpu.fold_batch_norm_gradients(
+        channels,
+        eps,
+        COMPILED_DTYPES[running_mean.dtype],
+        COMPILED_DTYPES[dtype],
+        running_mean.data_ptr(),
+        running_var.data_ptr(),
+        address(grad_scale),
+        address(grad_shift),
+        *map(address, found),
     )
+    return found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedconv import validation
+from fusedconv.activations import KEEP_RESULT
 from fusedconv.device import device_record
 from fusedconv.errors import NoKernelError
 from fusedconv.kernels.torch import TorchForward, TorchPlan, gradients_plan
@@ -116,7 +117,7 @@ class ConvCall(NamedTuple):
         """Whether the backward pass reads the result in place of the convolution's output: what
         ``need_what_they_read`` says of a ReLU."""
         alone = self.num_groups == 0 and self.norm is None and self.output_dtype is None
-        return alone and self.activation == "relu"
+        return alone and self.activation in KEEP_RESULT
 
     def convolution(self) -> ConvCall:
         """The convolution with its bias alone, whose output is what a forward pass saves."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fusedconv
+from fusedconv import training
 
 # The same examples each run, no time limit on one, no files left behind.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
@@ -162,6 +163,15 @@ def _fresh_state(
     torch.manual_seed(0)
     yield
     fusedconv.clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def _no_cost_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are of small tensors, whose training steps autograd would follow through torch's
+    operators, and of kernels."""
+    monkeypatch.setattr(training, "PROCESSOR_NODE", 0.0)
+    monkeypatch.setattr(training, "CUDA_NODE", 0.0)
+    monkeypatch.setattr(training, "LEAST_GAIN", 0.99)
 
 
 @pytest.fixture

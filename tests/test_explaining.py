@@ -15,6 +15,7 @@ from fusedconv import BackwardProblem, ConvTransposeActNorm2d, ForwardProblem, G
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.recording import record
 from fusedconv.registry import registry
+from fusedconv.training import EVERY_PART
 
 PROBLEM = problem(batch=2, conv=None)
 
@@ -274,8 +275,10 @@ def test_a_backward_pass_in_another_thread_is_the_forward_passes():
     assert backward.problem.gradients == {"input"}
 
 
-def test_what_autograd_follows_by_itself_has_no_problem_of_ours():
+def test_of_what_autograd_follows_by_itself_it_says_so():
     """Where torch's operators are both passes of a call."""
     module = GroupNorm(2, 4, dtype=torch.float64)
-    (forward,) = explained(module, torch.randn(2, 4, 5, dtype=torch.float64), gradients=True)
-    assert forward.provider == "torch"
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    for explanation in explained(module, x, gradients=True):
+        assert (explanation.provider, explanation.chosen_by) == ("torch", "cost")
+        assert f"autograd follows torch's operators: {EVERY_PART}" in str(explanation)

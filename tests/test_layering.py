@@ -46,6 +46,7 @@ LAYERS = (
     "kernels",
     "registry",
     "selection",
+    "training",
     "tuning",
     "explaining",
     "hypothetical",

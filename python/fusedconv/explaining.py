@@ -18,6 +18,7 @@ from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.recording import Composition, record
 from fusedconv.registry import registry
 from fusedconv.selection import choose, forced_kernels, plan_of, restricted, winner_of
+from fusedconv.training import EVERY_PART, in_torch
 from fusedconv.winners import Piece
 
 # ---- a problem -----------------------------------------------------------------------------------
@@ -28,9 +29,11 @@ class Explanation:
     """Why a plan was chosen; ``str()`` of it is what ``fusedconv.explain`` prints.
 
     ``kernel`` and ``provider`` join the names where parts of a backward pass have several;
-    ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned" or the
-    value of FUSEDCONV_KERNEL. ``times`` are the milliseconds that kernels took where the problem
-    was tuned, by the parts computed together and the kernel's name.
+    ``candidates`` are all that compute a part, by part. ``chosen_by`` is "cost", "tuned", the value
+    of FUSEDCONV_KERNEL, or "autograd" where both passes of a training step were weighed together
+    and autograd follows torch's operators. ``followed`` says why it follows them, "" where
+    not. ``times`` are the milliseconds that kernels took where the problem was tuned, by the parts
+    computed together and the kernel's name.
     """
 
     problem: Problem
@@ -43,6 +46,7 @@ class Explanation:
     candidates: tuple[tuple[str, tuple[Candidate, ...]], ...]
     chosen_by: str
     times: Mapping[Piece, float] = field(default_factory=dict)
+    followed: str = ""
 
     def __repr__(self) -> str:
         # Short, as shells echo what ``explain`` returns below what it prints.
@@ -53,8 +57,11 @@ class Explanation:
         return "" if time is None else f", measured {time:.4g} ms"
 
     def __str__(self) -> str:
-        how = {"cost": "", "tuned": ", tuned"}.get(self.chosen_by, f", forced by {self.chosen_by}")
+        known = {"cost": "", "tuned": ", tuned", "autograd": ", followed by autograd"}
+        how = known.get(self.chosen_by, f", forced by {self.chosen_by}")
         lines = [f"{self.problem}, {self.device}"]
+        if self.followed:
+            lines.append(f"  autograd follows torch's operators: {self.followed}")
         for parts, candidate in self.chosen:
             label = "kernel" if parts == ("forward",) else f"kernel of {', '.join(parts)}"
             lines.append(
@@ -83,9 +90,11 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_problem(problem: Problem, device: Device) -> Explanation:
-    """Which kernel serves a problem, its cost estimate, and why each other one does not."""
-    choice = choose(problem, device, forced_kernels())
+def explain_problem(problem: Problem, device: Device, followed: str = "") -> Explanation:
+    """Which kernel serves a problem, its cost estimate, and why each other one does not.
+    ``followed`` says why autograd follows torch's operators for it, "" where it does not."""
+    weighed = followed not in ("", EVERY_PART)
+    choice = in_torch(problem, device) if weighed else choose(problem, device, forced_kernels())
     kernels = [candidate.kernel for _, candidate in choice.chosen]
     known = registry()
     winner = winner_of(problem, device)
@@ -101,7 +110,8 @@ def explain_problem(problem: Problem, device: Device) -> Explanation:
             (part, tuple(known.candidates(restricted(problem, (part,)), device)))
             for part in problem.parts
         ),
-        chosen_by=choice.by,
+        chosen_by="autograd" if weighed else choice.by,
+        followed=followed,
         times=winner.times if winner is not None and choice.by == "tuned" else {},
     )
 
@@ -123,8 +133,7 @@ def explain(
 
     ``target`` is a problem, or a module or function that is called once with the arguments that
     follow. With ``gradients`` the call is followed by a backward pass from its floating-point
-    outputs, which leaves no ``.grad``, and the problems of both are explained (torch's operators,
-    where they serve the forward pass, autograd differentiates by itself); without, gradients
+    outputs, which leaves no ``.grad``, and the problems of both are explained; without, gradients
     are off. ``device`` is where a problem would run (``fusedconv.device.KNOWN`` has well-known
     ones), torch's current CUDA device or the processor by default. ``file`` is where to print,
     standard output by default.

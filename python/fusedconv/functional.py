@@ -21,7 +21,7 @@ from fusedconv import ops, validation
 from fusedconv.activations import KEEP_RESULT, UNFUSED, activate, activate_by, parsed
 from fusedconv.arguments import choice, finite, flag, integer, integers, shown, tensor
 from fusedconv.kernels import batch_norm
-from fusedconv.kernels.torch import TorchPlan
+from fusedconv.kernels.torch import FollowedPlan
 from fusedconv.norms import KINDS, Norm, folded_batch_norm, normalized
 from fusedconv.plan import ForwardPlan
 from fusedconv.precision import PRECISIONS
@@ -239,15 +239,11 @@ def conv_transpose_act_norm(
     save = ops.any_requires_grad(tensors)
     if running_mean is not None or ops.goes_direct(input, tensors):
         plan = ops.conv_plan(call, save)
-        # Plain torch, gradients included. An explicit precision must hold in the backward pass too,
-        # which the operator sees to.
-        if (
-            isinstance(plan, TorchPlan)
-            and precision is None
-            and not (save and call.recompute)
-            and (not save or ops.torch_differentiates(plan, input.device))
-        ):
-            plan, save = plan.followed, False
+        # An explicit precision must hold in the backward pass too, which the operator sees to.
+        if save and precision is None and not call.recompute:
+            in_torch = ops.followed(plan, call, ops.conv_transpose.GRADIENTS, tensors[:5])
+            if in_torch is not None:
+                plan, save = in_torch, False
         return _direct(call, plan, save, tensors, None if lowers else arguments)
     if torch.onnx.is_in_onnx_export():
         return ops.conv_transpose.in_torch(*ops.conv_transpose.operator_arguments(call, False))[0]
@@ -270,14 +266,11 @@ def _direct(
     """A call by its plan, kept for ``ops.recall`` where it has ``arguments``. ``tensors`` are the
     caller's, with running statistics where norm weight and bias of ``call`` are folded."""
     is_folded = len(tensors) > len(call.tensors)
-    if is_folded and not save and ops.any_requires_grad(tensors[3:]):
-        # torch's operators, which autograd follows: into what is folded too.
-        norm_weight, norm_bias, *statistics = tensors[3:]
-        folded = ops.fold_with_gradients(*statistics, norm_weight, norm_bias, call.eps)
-        return run(plan, *call.tensors[:3], *folded).output
     template = ops.conv_transpose.template(call) if save or is_folded else None
     if arguments is not None:
         ops.remember(tensors, arguments, plan, save, template)
+    if is_folded and isinstance(plan, FollowedPlan):
+        return ops.batch_norm.followed(plan, call.eps, *tensors)
     if not save:
         return run(plan, *call.tensors).output
     if is_folded:
@@ -356,10 +349,9 @@ def group_norm(
     if ops.goes_direct(input, tensors):
         save = ops.any_requires_grad(tensors)
         plan = ops.group_norm_plan(call, save)
-        if isinstance(plan, TorchPlan) and (
-            not save or ops.torch_differentiates(plan, input.device)
-        ):
-            plan, save = plan.followed, False
+        in_torch = ops.followed(plan, call, ops.group_norm.GRADIENTS, tensors) if save else None
+        if in_torch is not None:
+            plan, save = in_torch, False
         template = call.without_tensors() if save else None
         if output_dtype is None:
             ops.remember(tensors, arguments, plan, save, template)

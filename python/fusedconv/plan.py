@@ -108,6 +108,9 @@ class ForwardPlan(Plan):
 
     #: Plans of its backward passes, by what tells them apart; None until there is one.
     backward_plans: dict[Hashable, BackwardPlan] | None = None
+    #: What autograd follows in its place, None where nothing is, by which gradients are wanted;
+    #: none of it until somebody asks.
+    followed: dict[tuple[bool, ...], ForwardPlan | None] | None = None
 
     @abstractmethod
     def run(

@@ -6,11 +6,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fusedconv.device import Device
-from fusedconv.problem import Problem
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 
-Call = tuple[Problem, Device]
+
+class Call(NamedTuple):
+    """A problem that was asked for. ``followed`` says why autograd follows torch's operators, which
+    then serve it; "" where a plan does."""
+
+    problem: Problem
+    device: Device
+    followed: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,16 @@ class _Record(threading.local):
 
     def note(self, problem: Problem, device: Device) -> None:
         if self.active:
-            self._calls.append((problem, device))
+            self._calls.append(Call(problem, device))
+
+    def note_followed(
+        self, forward: ForwardProblem, backward: BackwardProblem, device: Device, reason: str
+    ) -> None:
+        """Says of the problem noted last that autograd follows torch's operators for it, which
+        serve its backward pass too."""
+        if self.active:
+            self._calls.pop()
+            self._calls += [Call(each, device, reason) for each in (forward, backward)]
 
     def note_composition(self, composition: Composition) -> None:
         if self.active:

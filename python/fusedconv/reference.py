@@ -90,15 +90,18 @@ def compose(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     residual: Tensor | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Outputs:
-    """The problem in torch's operators, which autograd and torch.func follow by themselves."""
+    """The problem in torch's operators, which autograd and torch.func follow by themselves.
+    ``statistics`` are the running mean and variance of a BatchNorm, whose weight and bias are then
+    given, where the problem has the affine map that it is."""
     x = input
     conv_output = None
     if problem.conv is not None:
         assert weight is not None
         # Autocast around the operator lowers torch's convolution.
         x = conv_output = conv_transpose(problem.conv, x, weight, bias).to(problem.dtype)
-    output, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual)
+    output, mean, rstd = _epilogue(problem, x, norm_weight, norm_bias, residual, statistics)
     return Outputs(
         dense(output, problem.output_layout),
         conv_output if problem.saves_conv_output else None,
@@ -113,6 +116,7 @@ def _epilogue(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     residual: Tensor | None,
+    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The stages behind the convolution with its bias; mean and rstd where they are saved."""
     mean = rstd = None
@@ -126,6 +130,11 @@ def _epilogue(
                 x = x + residual
             case Activation():
                 x = activate_by(x, stage.name, stage.parameter)
+            case Norm() if statistics is not None:
+                running_mean, running_var = statistics
+                x = F.batch_norm(
+                    x, running_mean, running_var, norm_weight, norm_bias, eps=stage.eps
+                )
             case Norm():
                 x = x.to(problem.output_dtype)
                 if x.device.type == "cpu" and torch.is_grad_enabled():
@@ -272,7 +281,8 @@ def _epilogue_gradients_by_autograd(
     with torch.enable_grad():
         first = leaves.pop(source)
         assert first is not None
-        output = _epilogue(anew, first, **leaves)[0]
+        affine = leaves["norm_weight"], leaves["norm_bias"]
+        output = _epilogue(anew, first, *affine, leaves["residual"])[0]
         found = torch.autograd.grad(
             output, list(followed.values()), tensors.grad_output.to(wide), allow_unused=True
         )

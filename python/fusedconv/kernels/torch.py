@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 
@@ -182,16 +181,6 @@ def _stage_step(stage: Activation | Norm | Residual) -> str:
 class TorchPlan(ForwardPlan):
     kernel = "torch"
     is_reference = True
-    #: Whether autograd may follow the operators by itself, as no kernel would take a part of the
-    #: backward pass; None until somebody asks.
-    differentiates: bool | None = None
-
-    @functools.cached_property
-    def followed(self) -> TorchPlan:
-        """The operators alone, where autograd follows them: they save what they need."""
-        if not self.problem.save:
-            return self
-        return TorchPlan(dataclasses.replace(self.problem, save=False))
 
     def __init__(self, problem: ForwardProblem) -> None:
         self.problem = problem
@@ -212,6 +201,41 @@ class TorchPlan(ForwardPlan):
     ) -> Outputs:
         with precision_scope(self.problem.precision, input):
             return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
+
+
+class FollowedPlan(TorchPlan):
+    """The operators that autograd follows by itself: they save what they need."""
+
+    def __init__(self, problem: ForwardProblem) -> None:
+        super().__init__(dataclasses.replace(problem, save=False, recompute=False))
+
+    def run(
+        self,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Outputs:
+        # The switch says what the problem does: a precision that is asked for is never followed.
+        return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
+
+    def run_batch_norm(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        running_mean: Tensor,
+        running_var: Tensor,
+    ) -> Tensor:
+        """The output of a BatchNorm by running mean and variance, whose affine map the problem
+        has."""
+        tensors = (input, weight, bias, norm_weight, norm_bias)
+        statistics = running_mean, running_var
+        return compose(self.problem, *tensors, statistics=statistics).output
 
 
 class TorchForward(ForwardKernel):

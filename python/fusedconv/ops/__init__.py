@@ -12,8 +12,8 @@ from fusedconv.ops.planning import (
     ConvCall,
     NormCall,
     conv_plan,
+    followed,
     group_norm_plan,
-    torch_differentiates,
 )
 from fusedconv.ops.seen import recall, remember
 from fusedconv.ops.watching import is_watched
@@ -30,11 +30,11 @@ __all__ = [
     "decompositions",
     "flops",
     "fold_with_gradients",
+    "followed",
     "goes_direct",
     "group_norm",
     "group_norm_plan",
     "is_watched",
     "recall",
     "remember",
-    "torch_differentiates",
 ]

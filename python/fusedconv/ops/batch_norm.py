@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedconv.kernels import batch_norm
+from fusedconv.kernels.torch import FollowedPlan
 from fusedconv.norms import folded_batch_norm
 from fusedconv.ops.common import (
     any_requires_grad,
@@ -149,8 +150,22 @@ class DirectBatchNorm(torch.autograd.Function):
 direct: Callable[..., Tensor] = DirectBatchNorm.apply
 
 
+def followed(plan: FollowedPlan, eps: float, *tensors: Any) -> Tensor:
+    """The output by torch's operators, which autograd follows to the weight and bias of the norm
+    too; ``tensors`` as ``direct`` takes them."""
+    input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
+    dtypes = {each.dtype for each in (norm_weight, norm_bias, mean, variance) if each is not None}
+    if len(dtypes) == 1 and dtypes <= {input.dtype, torch.float32}:
+        return plan.run_batch_norm(*tensors)
+    # torch's BatchNorm refuses a mixture.
+    folded = folded_batch_norm(mean, variance, norm_weight, norm_bias, eps)
+    return plan.run(input, weight, bias, *folded).output
+
+
 def again(known: Seen, tensors: Sequence[Any]) -> Tensor:
     """The output of a call that is known."""
+    if isinstance(known.plan, FollowedPlan):
+        return followed(known.plan, known.template.eps, *tensors)
     input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
     folded = batch_norm.fold(mean, variance, norm_weight, norm_bias, known.template.eps)
     if known.save:

@@ -57,6 +57,8 @@ torch.library.define(
 
 #: The arguments that have gradients, in the order of ``output_mask``, and their places in a call.
 _DIFFERENTIABLE = ("input", "weight", "bias", "norm_weight", "norm_bias")
+#: What a problem calls them.
+GRADIENTS = _DIFFERENTIABLE
 _PLACES = tuple(ConvCall._fields.index(name) for name in _DIFFERENTIABLE)
 
 

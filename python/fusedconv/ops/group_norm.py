@@ -55,7 +55,7 @@ torch.library.define(
 #: what a problem calls them.
 _DIFFERENTIABLE = ("input", "weight", "bias")
 _PLACES = tuple(NormCall._fields.index(name) for name in _DIFFERENTIABLE)
-_GRADIENTS = ("input", "norm_weight", "norm_bias")
+GRADIENTS = ("input", "norm_weight", "norm_bias")
 
 
 def _given(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensors:
@@ -93,7 +93,7 @@ def _backward(
     grad: Tensor, mean: Tensor, rstd: Tensor, output_mask: Sequence[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     call = NormCall(*arguments)
-    plan = backward_plan(call, grad, None, _GRADIENTS, output_mask)
+    plan = backward_plan(call, grad, None, GRADIENTS, output_mask)
     return _computed(plan, call, grad, (None, mean, rstd), output_mask)
 
 
@@ -105,7 +105,7 @@ def _computed(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     gradients = computed_gradients(
-        plan, _DIFFERENTIABLE, _GRADIENTS, _given, call.tensors, grad, saved, output_mask
+        plan, _DIFFERENTIABLE, GRADIENTS, _given, call.tensors, grad, saved, output_mask
     )
     return present(gradients, call.input)
 
@@ -123,7 +123,7 @@ def _backward_fake(
         empty(input, like.shape, gradient_layout(gradient, like), like.dtype)
         if needed and like is not None
         else input.new_empty([0])
-        for gradient, like, needed in zip(_GRADIENTS, call.tensors, output_mask, strict=True)
+        for gradient, like, needed in zip(GRADIENTS, call.tensors, output_mask, strict=True)
     )
 
 
@@ -141,7 +141,7 @@ def backward_in_torch(
 ) -> tuple[Tensor, ...]:
     """The gradients' operator in torch's own."""
     call = NormCall(*arguments)
-    plan = torch_backward_plan(call, grad, _GRADIENTS, output_mask)
+    plan = torch_backward_plan(call, grad, GRADIENTS, output_mask)
     return _computed(plan, call, grad, (None, mean, rstd), output_mask)
 
 
@@ -182,7 +182,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 register_gradients(_NAME, _gradients, _setup_context, in_torch)
 direct = DirectOperator(
     _DIFFERENTIABLE,
-    _GRADIENTS,
+    GRADIENTS,
     _given,
     lambda call: in_torch(*call)[0],
     lambda grad, conv_output, mean, rstd, needs, call: torch.ops.fusedconv.group_norm_backward(

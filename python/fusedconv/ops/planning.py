@@ -13,8 +13,7 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.activations import KEEP_RESULT
 from fusedconv.device import device_record
-from fusedconv.errors import NoKernelError
-from fusedconv.kernels.torch import TorchForward, TorchPlan, gradients_plan
+from fusedconv.kernels.torch import FollowedPlan, TorchPlan, gradients_plan
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
 from fusedconv.ops.watching import is_watched
@@ -29,7 +28,8 @@ from fusedconv.problem import (
     need_what_they_read,
 )
 from fusedconv.recording import record
-from fusedconv.selection import cached, choose, forced_kernels, plan_for
+from fusedconv.selection import cached, forced_kernels, log_once, plan_for
+from fusedconv.training import EVERY_PART, reason_to_follow
 from fusedconv.tuning import tune_call
 
 
@@ -305,25 +305,39 @@ def group_norm_plan(call: NormCall, save: bool) -> ForwardPlan:
     return plan
 
 
-def torch_differentiates(plan: TorchPlan, device: torch.device) -> bool:
-    """Whether torch's operators, which serve a forward pass, would serve every part of its backward
-    pass too: autograd may then follow them by itself."""
-    if plan.differentiates is None:
-        problem = plan.problem
-        asked = BackwardProblem.of(
-            problem,
-            grad_dtype=problem.output_dtype,
-            grad_layout=problem.output_layout,
+def followed(
+    plan: ForwardPlan,
+    call: ConvCall | NormCall,
+    names: tuple[str, ...],
+    tensors: Sequence[Tensor | None],
+) -> ForwardPlan | None:
+    """Torch's operators, where autograd had better follow them than differentiate a call by the
+    plan that ``conv_plan`` or ``group_norm_plan`` just gave for it, which saves. ``names`` are what
+    a problem calls the gradients of ``tensors``."""
+    needs = tuple([each is not None and each.requires_grad for each in tensors])
+    if plan.followed is None:
+        plan.followed = {}
+    if needs not in plan.followed or record.active:
+        device = call.input.device
+        forward = call.problem(True, _is_aligned(call.input))
+        backward = BackwardProblem.of(
+            forward,
+            grad_dtype=forward.output_dtype,
+            grad_layout=forward.output_layout,
             aligned=True,
-            gradients=[name for name in problem.gradients if name != "conv_output"],
+            gradients=[name for name, need in zip(names, needs, strict=True) if need],
         )
-        tune_call(asked, device)
-        try:
-            chosen = choose(asked, device_record(device), forced_kernels()).chosen
-            plan.differentiates = all(c.kernel.provider == TorchForward.provider for _, c in chosen)
-        except NoKernelError:
-            plan.differentiates = False  # the backward pass says why, where there is one
-    return plan.differentiates
+        where = device_record(device)
+        if isinstance(plan, TorchPlan):
+            tune_call(backward, device)
+        reason = reason_to_follow(forward, backward, where)
+        if reason is not None:
+            record.note_followed(forward, backward, where, reason)
+            if reason != EVERY_PART:
+                message = "autograd follows torch's operators for %s on %s: %s"
+                log_once((forward, where, "followed"), message, forward, where, reason)
+        plan.followed[needs] = None if reason is None else FollowedPlan(forward)
+    return plan.followed[needs]
 
 
 def _wanted(call: ConvCall | NormCall, names: tuple[str, ...], needs: Sequence[bool]) -> list[str]:

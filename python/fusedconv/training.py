@@ -1,0 +1,106 @@
+"""Whether a training step is autograd's to follow through torch's operators, or a node of ours.
+
+A node of autograd in Python, and what runs its plans, keep the processor for longer than torch's
+own nodes: kernels that save less than that are slower, whatever they take by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusedconv.device import Device
+from fusedconv.errors import NoKernelError
+from fusedconv.kernels.torch import TorchForward
+from fusedconv.norms import Norm
+from fusedconv.problem import Activation, BackwardProblem, ForwardProblem, Problem
+from fusedconv.selection import Choice, choose, forced_kernels, winner_of
+
+#: What a node of ours takes on a processor beside its kernels, in launches: 0.25 ms forward and 0.3
+#: backward were measured around layers of 3 to 7 ms, which leave Python cold caches, 0.1 ms around
+#: tensors of a few bytes.
+PROCESSOR_NODE = 450.0
+#: On a GPU, in launches: a training step of ours, and torch's operators in one, keep the host for
+#: so long, however small the tensors are. 240 us were measured of ours around one convolution where
+#: a launch takes 4, and 170 of torch's; around a normalisation ours is not the longer one.
+CUDA_NODE = 55.0
+CUDA_CONVOLUTION, CUDA_ACTIVATION, CUDA_NORM = 43.0, 12.0, 55.0
+#: By how much a step of ours must promise to be faster. Most of it are products that a library
+#: computes in either, and estimates of the rest are no closer.
+LEAST_GAIN = 1.05
+
+#: A reason that the log has told of already, pass by pass.
+EVERY_PART = "torch's operators serve every part of both passes"
+
+
+def reason_to_follow(
+    forward: ForwardProblem, backward: BackwardProblem, device: Device
+) -> str | None:
+    """Why autograd had better follow torch's operators, None where kernels serve the step better or
+    FUSEDCONV_KERNEL names them. Estimates are compared, or times where both passes are tuned."""
+    forced = forced_kernels()
+    passes: tuple[Problem, ...] = (forward, backward)
+    try:
+        chosen = [choose(each, device, forced) for each in passes]
+    except NoKernelError:
+        return None  # the backward pass says why, where there is one
+    if all(
+        candidate.kernel.provider == TorchForward.provider
+        for choice in chosen
+        for _, candidate in choice.chosen
+    ):
+        return EVERY_PART
+    if forced or len({choice.by for choice in chosen}) > 1:
+        return None
+    if device.type != "cuda" and forward.layout == "nhwc" and forward.norm_groups:
+        return None  # torch's operators are composed with copies to channels first around the norm
+    composed = [in_torch(each, device) for each in passes]
+    ours, theirs = (_milliseconds(passes, each, device) for each in (chosen, composed))
+    if ours is None or theirs is None:
+        return None
+    if device.type == "cuda":
+        ours = max(ours, CUDA_NODE * device.launch_milliseconds)
+        theirs = max(theirs, _operators(forward) * device.launch_milliseconds)
+    else:
+        ours += PROCESSOR_NODE * device.launch_milliseconds
+    if ours * LEAST_GAIN < theirs:
+        return None
+    how = "estimated" if chosen[0].by == "cost" else "measured"
+    return (
+        f"a training step is {how} to take {theirs:.4g} ms so, and {ours:.4g} ms by kernels in a "
+        "node of autograd of their own"
+    )
+
+
+def in_torch(problem: Problem, device: Device) -> Choice:
+    """Torch's operators for every part of a problem."""
+    return choose(problem, device, TorchForward.provider, tuned=False)
+
+
+def _operators(forward: ForwardProblem) -> float:
+    """Launches that torch's operators keep the host for in both passes."""
+    launches = 0.0 if forward.conv is None else CUDA_CONVOLUTION
+    for stage in forward.epilogue:
+        match stage:
+            case Activation():
+                launches += CUDA_ACTIVATION
+            case Norm():
+                launches += CUDA_NORM
+    return launches
+
+
+def _milliseconds(
+    passes: Sequence[Problem], choices: Sequence[Choice], device: Device
+) -> float | None:
+    """Of both passes: times, where the problems were tuned; None where one is missing."""
+    total = 0.0
+    for problem, choice in zip(passes, choices, strict=True):
+        winner = winner_of(problem, device)
+        for piece, candidate in choice.chosen:
+            if winner is None:
+                total += candidate.cost or 0.0
+                continue
+            time = winner.times.get((piece.parts, candidate.kernel.name))
+            if time is None:
+                return None
+            total += time
+    return total

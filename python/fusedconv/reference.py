@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 
 import torch
 from torch import Tensor
@@ -54,29 +53,35 @@ def conv_transpose(
     return result
 
 
-@contextmanager
-def precision_scope(precision: str, input: Tensor) -> Iterator[None]:
+class precision_scope:
     """torch's switch for fp32 convolutions on CUDA set to "tf32" or "fp32" for the scope, where the
     input is there."""
-    asks = input.is_cuda and precision in ("tf32", "fp32")
-    if not asks or conv_fp32_precision() == precision:
-        yield
-        return
-    setter = getattr(torch._C, "_set_fp32_precision_setter", None)
-    if setter is None:
-        previous = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.allow_tf32 = previous
-        return
-    setting = torch._C._get_fp32_precision_getter("cuda", "conv")
-    setter("cuda", "conv", "tf32" if precision == "tf32" else "ieee")
-    try:
-        yield
-    finally:
-        setter("cuda", "conv", setting)
+
+    # Not a generator's: calls of small tensors enter one each.
+    __slots__ = ("_asked", "_restore")
+
+    def __init__(self, precision: str, input: Tensor) -> None:
+        asks = input.is_cuda and precision in ("tf32", "fp32")
+        #: None where there is nothing to change.
+        self._asked = precision if asks and conv_fp32_precision() != precision else None
+
+    def __enter__(self) -> None:
+        if self._asked is None:
+            return
+        allows = self._asked == "tf32"
+        cudnn = torch.backends.cudnn
+        setter = getattr(torch._C, "_set_fp32_precision_setter", None)
+        if setter is None:
+            self._restore = functools.partial(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = allows
+        else:
+            before = torch._C._get_fp32_precision_getter("cuda", "conv")
+            self._restore = functools.partial(setter, "cuda", "conv", before)
+            setter("cuda", "conv", "tf32" if allows else "ieee")
+
+    def __exit__(self, *exception: object) -> None:
+        if self._asked is not None:
+            self._restore()
 
 
 # ---- forward -------------------------------------------------------------------------------------

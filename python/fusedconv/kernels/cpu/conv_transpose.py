@@ -48,6 +48,10 @@ _PASSES, _NORM_PASSES = 2.0, 4.0
 _OTHER_LAYOUT = 3.0
 #: Passes in which torch copies a tensor to the other layout.
 _RELAYOUT_PASSES = 4.0
+#: What other forms than torch's own call take beside it where caches are cold, in launches, but no
+#: larger a share of the estimate: small problems of estimates closer than that took up to 1.3 times
+#: as long as torch's call.
+_COLD, _COLD_SHARE = 200.0, 0.25
 
 
 def _form(problem: ForwardProblem, dtype: torch.dtype) -> ActNormAct | Support:
@@ -181,6 +185,8 @@ class CpuConvTranspose(ForwardKernel):
             total += one_pass
         if problem.saves_conv_output and not (lies and convolution.dtype == problem.dtype):
             total += one_pass
+        if not isinstance(self.form, AsTorch):
+            total += min(_COLD * device.launch_milliseconds, _COLD_SHARE * total)
         return total
 
     def compile(self, problem: ForwardProblem, device: Device) -> ConvTransposePlan:

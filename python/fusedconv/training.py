@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError
-from fusedconv.kernels.torch import TorchForward
+from fusedconv.kernels.torch import TorchForward, followed_milliseconds
 from fusedconv.norms import Norm
 from fusedconv.problem import Activation, BackwardProblem, ForwardProblem, Problem
 from fusedconv.selection import Choice, choose, forced_kernels, winner_of
@@ -18,7 +18,7 @@ from fusedconv.selection import Choice, choose, forced_kernels, winner_of
 #: What a node of ours takes on a processor beside its kernels, in launches: 0.25 ms forward and 0.3
 #: backward were measured around layers of 3 to 7 ms, which leave Python cold caches, 0.1 ms around
 #: tensors of a few bytes.
-PROCESSOR_NODE = 450.0
+PROCESSOR_NODE = 550.0
 #: On a GPU, in launches: a training step of ours, and torch's operators in one, keep the host for
 #: so long, however small the tensors are. 240 us were measured of ours around one convolution where
 #: a launch takes 4, and 170 of torch's; around a normalisation ours is not the longer one.
@@ -57,6 +57,9 @@ def reason_to_follow(
     ours, theirs = (_milliseconds(passes, each, device) for each in (chosen, composed))
     if ours is None or theirs is None:
         return None
+    estimated = chosen[0].by == "cost"
+    if estimated:
+        theirs = followed_milliseconds(forward, device, theirs)
     if device.type == "cuda":
         ours = max(ours, CUDA_NODE * device.launch_milliseconds)
         theirs = max(theirs, _operators(forward) * device.launch_milliseconds)
@@ -64,7 +67,7 @@ def reason_to_follow(
         ours += PROCESSOR_NODE * device.launch_milliseconds
     if ours * LEAST_GAIN < theirs:
         return None
-    how = "estimated" if chosen[0].by == "cost" else "measured"
+    how = "estimated" if estimated else "measured"
     return (
         f"a training step is {how} to take {theirs:.4g} ms so, and {ours:.4g} ms by kernels in a "
         "node of autograd of their own"

@@ -166,12 +166,10 @@ def _fresh_state(
 
 
 @pytest.fixture(autouse=True)
-def _no_cost_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are of small tensors, whose training steps autograd would follow through torch's
     operators, and of kernels."""
-    monkeypatch.setattr(training, "PROCESSOR_NODE", 0.0)
-    monkeypatch.setattr(training, "CUDA_NODE", 0.0)
-    monkeypatch.setattr(training, "LEAST_GAIN", 0.99)
+    monkeypatch.setattr(training, "LEAST_GAIN", 0.0)
 
 
 @pytest.fixture

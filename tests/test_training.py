@@ -18,15 +18,14 @@ from fusedconv.recording import record
 from fusedconv.training import reason_to_follow
 from fusedconv.winners import Winner
 
-#: What conftest.py takes from the others.
-COSTS = {name: getattr(training, name) for name in ("PROCESSOR_NODE", "CUDA_NODE", "LEAST_GAIN")}
+#: Which conftest.py takes from the others.
+LEAST_GAIN = training.LEAST_GAIN
 OURS, FOLLOWED = "DirectBackward", "ConvolutionBackward0"
 
 
 @pytest.fixture(autouse=True)
-def _costs(_no_cost_of_nodes, monkeypatch):
-    for name, value in COSTS.items():
-        monkeypatch.setattr(training, name, value)
+def _least_gain(_kernels_train, monkeypatch):
+    monkeypatch.setattr(training, "LEAST_GAIN", LEAST_GAIN)
 
 
 @pytest.fixture

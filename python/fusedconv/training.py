@@ -24,11 +24,11 @@ PROCESSOR_NODE = 550.0
 #: a launch takes 4, and 170 of torch's; around a normalisation ours is not the longer one.
 CUDA_NODE = 55.0
 CUDA_CONVOLUTION, CUDA_ACTIVATION, CUDA_NORM = 43.0, 12.0, 55.0
-#: By how much a step of ours must promise to be faster. Most of it are products that a library
-#: computes in either, and estimates of the rest are no closer.
+#: By how much a step of ours must promise to be faster, by no more than a node takes. Most of it
+#: are products that a library computes in either, and estimates of the rest are no closer.
 LEAST_GAIN = 1.05
 
-#: A reason that the log has told of already, pass by pass.
+#: The reason that the log tells of pass by pass.
 EVERY_PART = "torch's operators serve every part of both passes"
 
 
@@ -61,11 +61,15 @@ def reason_to_follow(
     if estimated:
         theirs = followed_milliseconds(forward, device, theirs)
     if device.type == "cuda":
-        ours = max(ours, CUDA_NODE * device.launch_milliseconds)
+        node = CUDA_NODE * device.launch_milliseconds
+        if ours >= node:
+            return None  # the device bounds the step, not the host
+        ours = node
         theirs = max(theirs, _operators(forward) * device.launch_milliseconds)
     else:
-        ours += PROCESSOR_NODE * device.launch_milliseconds
-    if ours * LEAST_GAIN < theirs:
+        node = PROCESSOR_NODE * device.launch_milliseconds
+        ours += node
+    if ours + min((LEAST_GAIN - 1.0) * ours, node) < theirs:
         return None
     how = "estimated" if estimated else "measured"
     return (

@@ -20,7 +20,8 @@ from fusedconv.replacing import check_replaceable, replacing, target
 _CHOICE = """\
 How fusedconv's kernels were chosen stands in chosen_by: by estimates ("cost"), by times ("tuned",
 as the user's cache holds them, or with FUSEDCONV_AUTOTUNE=1 as the first calls find them, before
-the timing), or by FUSEDCONV_KERNEL, whose value it is then."""
+the timing), over both passes of a training step for torch's operators ("autograd"), or by
+FUSEDCONV_KERNEL, whose value it is then."""
 
 #: How the benchmark measures on GPUs.
 METHOD = f"""\
@@ -206,7 +207,7 @@ def _chosen_as_now(record: Mapping[str, Any]) -> bool:
     forced = selection.forced_kernels()
     if forced is not None:
         return by <= {forced}
-    return by <= ({"tuned"} if tuning.is_active() else {"tuned", "cost"})
+    return by <= ({"tuned", "autograd"} if tuning.is_active() else {"tuned", "cost", "autograd"})
 
 
 def held(path: Path, commit: str, size: str) -> set[tuple[Cell, str]]:

@@ -39,7 +39,7 @@ from fusedconv.kernels.cpu.shifted import ShiftedGradients
 from fusedconv.kernels.cpu.shifted import kernels as shifted_kernels
 from fusedconv.plan import BackwardTensors
 from fusedconv.precision import precisions_of
-from fusedconv.reference import convolution_gradients
+from fusedconv.reference import conv_transpose, convolution_gradients
 from fusedconv.selection import choose
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -225,6 +225,76 @@ def test_gradients_are_as_exact_as_torchs(kernel, case, dtype, layout, grad_dtyp
     tiles = tiles and not isinstance(kernel, ShiftedGradients)
     if dtype != torch.float32 and (tiles or isinstance(kernel, WidenedGradients)):
         assert served, "16 bits are widened everywhere"
+
+
+#: With long sums of few rows or columns, of input, weight and output.
+LONG = {
+    "positions, 4 channels": ((1, 8, 8, 16, 16), 4, 3, {"stride": 2, "padding": 1}),
+    "positions, 11 channels": ((1, 8, 8, 16, 16), 11, 3, {"stride": 2, "padding": 1}),
+    "positions, 16 channels": ((1, 8, 8, 16, 16), 16, 3, {"stride": 2, "padding": 1}),
+    "positions of k1": ((2, 8, 64, 64), 8, 1, {}),
+    "positions of k2 s2": ((2, 64, 128, 128), 1, 2, {"stride": 2}),
+    "channels to one": ((1, 512, 32, 32), 1, 1, {}),
+    "channels of three": ((2, 3, 32, 32), 512, 1, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", LONG)
+def test_long_sums_are_as_exact_as_torchs(case, layout):
+    """Of values of one sign, where a chain of additions is far off."""
+    x, weight, _ = tensors(*LONG[case], torch.float32, layout)
+    x, weight = x.abs(), weight.abs()
+    forward = problem_of(LONG[case], torch.float32, layout, save=True)
+    conv = forward.conv
+
+    def given(dtype):
+        values = x.to(dtype), weight.to(dtype)
+        return BackwardTensors(grad.to(dtype), *values, y.to(dtype), None, None, None, None)
+
+    y = conv_transpose(conv, x, weight, None)
+    exact = conv_transpose(conv, x.double(), weight.double(), None)
+    ran = []
+    for form in FORMS:
+        if form.supports(forward, EMULATING):
+            ran.append(form.name)
+            found = form.compile(forward, EMULATING).run(x, weight, None)
+            assert_as_accurate_as_torch(found, y, exact)
+    grad = torch.rand_like(y)
+    wide = dataclasses.replace(forward, dtype=torch.float64)
+    for kernel in (*gradient_kernels(), *direct_kernels(), *shifted_kernels()):
+        for name in {"input", "weight"} & kernel.computes:
+            what = backward_problem(forward, name).part((name,))
+            if not kernel.supports(what, EMULATING):
+                continue
+            ran.append(f"{kernel.name} {name}")
+            values = [
+                getattr(gradients, name)
+                for gradients in (
+                    kernel.compile(what, EMULATING).run(given(torch.float32)),
+                    convolution_gradients(what, given(torch.float32)),
+                    convolution_gradients(
+                        dataclasses.replace(what, forward=wide), given(torch.float64)
+                    ),
+                )
+            ]
+            assert_as_accurate_as_torch(*values)
+    product = "shifted_products" if LONG[case][2] == 3 else "matrix_product"
+    assert f"cpu_{product}_backward weight" in ran
+
+
+def test_a_large_bias_rounds_no_sum_that_torch_keeps():
+    case = ((2, 512, 16, 16), 32, 2, {"stride": 2})
+    x, weight, _ = tensors(*case, torch.float32, "nhwc")
+    bias = torch.full((32,), 1e4)
+    (form,) = [each for each in FORMS if each.name == "matrix_product"]
+    what = problem_of(case, torch.float32, "nhwc")
+    found = form.compile(what, EMULATING).run(x, weight, bias)
+    plain, exact = (
+        conv_transpose(what.conv, *(each.to(dtype) for each in (x, weight, bias)))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_as_accurate_as_torch(found - 1e4, plain - 1e4, exact - 1e4)
 
 
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in forward_kernels()])

@@ -20,7 +20,13 @@ from fusedconv.kernels.cpu.convolution import (
     is_widened,
     planar,
 )
-from fusedconv.kernels.cpu.matrix_product import interleaved, tiles_last, tiles_output
+from fusedconv.kernels.cpu.matrix_product import (
+    interleaved,
+    products,
+    summed_over_positions,
+    tiles_last,
+    tiles_output,
+)
 from fusedconv.layout import Layout, dense, layout_of, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
@@ -177,7 +183,8 @@ class _MatrixProductPlan(BackwardPlan):
             pixels = product.view(input.shape[0], *input.shape[2:], channels)
             found = found._replace(input=pixels.permute(back))
         if "weight" in self.gradients:
-            product = input.permute(order).reshape(-1, channels).t() @ tiles
+            pixels = input.permute(order).reshape(1, -1, channels)
+            product = summed_over_positions(pixels, tiles.unsqueeze(0))
             taps = product.view(channels, *self.tile, weight.shape[1])
             found = found._replace(weight=taps.permute(back))
         return found
@@ -190,12 +197,11 @@ class _MatrixProductPlan(BackwardPlan):
         tiles = split.permute(order).reshape(batch, weight[0].numel(), math.prod(spatial))
         found = Gradients()
         if "input" in self.gradients:
-            product = torch.matmul(weight.reshape(channels, -1), tiles)
-            found = found._replace(input=product.view(input.shape))
+            matrix = weight.reshape(channels, -1).t().expand(batch, -1, -1)
+            found = found._replace(input=products(matrix, tiles).view(input.shape))
         if "weight" in self.gradients:
-            samples = torch.bmm(input.reshape(batch, channels, -1), tiles.transpose(1, 2))
-            # Of one sample there is nothing to add up, and the weight's size not to copy.
-            product = samples.sum(0) if batch > 1 else samples[0]
+            pixels = input.reshape(batch, channels, -1)
+            product = summed_over_positions(pixels.transpose(1, 2), tiles.transpose(1, 2))
             found = found._replace(weight=product.view(weight.shape))
         return found
 

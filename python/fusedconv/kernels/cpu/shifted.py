@@ -29,6 +29,7 @@ from fusedconv.kernels.cpu.convolution import (
     computing_dtype,
     supports_form,
 )
+from fusedconv.kernels.cpu.matrix_product import summed_over_positions
 from fusedconv.layout import Layout, empty, result_layout
 from fusedconv.lowering import Phase, lower
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
@@ -339,13 +340,13 @@ class _ShiftedGradientsPlan(BackwardPlan):
         input, weight = tensors.input, tensors.weight
         assert weight is not None
         front = (0,) * len(self.spatial)
-        pixels = _Rows.among_zeros(input, self.grid.extents, front, self.layout).matrix[:used].t()
+        pixels = _Rows.among_zeros(input, self.grid.extents, front, self.layout).matrix[:used]
         # Taps that meet no pixel have no product.
         every = math.prod(weight.shape[2:]) == len(shifted)
         make = input.new_empty if every else input.new_zeros
         found = make(*weight.shape[2:], *weight.shape[:2], dtype=torch.float32)
         for index, rows in shifted:
-            torch.mm(pixels, rows, out=found[index])
+            found[index] = summed_over_positions(pixels.unsqueeze(0), rows.unsqueeze(0))
         axes = len(self.spatial)
         return found.permute(axes, axes + 1, *range(axes)).contiguous()
 

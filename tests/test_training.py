@@ -10,6 +10,7 @@ import torch
 from problems import backward_problem
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusedconv
 from fusedconv import ForwardProblem, functional, hypothetical, selection, training
@@ -186,7 +187,9 @@ def test_explanations_say_so(tensors):
     assert forward.kernel == "torch"
     assert backward.kernel == "torch_epilogue_backward + torch_convolution_backward"
     assert isinstance(forward.problem, ForwardProblem)
-    assert "autograd follows torch's operators: a training step is estimated" in out.getvalue()
+    assert (
+        "autograd follows torch's operators: by estimates and what the host takes" in out.getvalue()
+    )
     assert "followed by autograd)" in out.getvalue()
     assert forward.followed == backward.followed != ""
 
@@ -199,7 +202,8 @@ def test_the_log_says_so_once(tensors, caplog):
     assert "in a node of autograd of their own" in line
 
 
-def test_times_are_compared_where_both_passes_are_tuned(tensors):
+def test_times_are_compared_where_both_passes_are_tuned(tensors, monkeypatch):
+    monkeypatch.setattr(selection, "_tuned", {})
     given = tensors(24)
     with record.recording() as calls:
         convolved(given)
@@ -216,9 +220,36 @@ def test_times_are_compared_where_both_passes_are_tuned(tensors):
 
     assert tune(5.0, 20.0) is None
     reason = tune(5.0, 5.1)
-    assert reason is not None and "measured to take" in reason
-    selection.tune(forward, PROCESSOR, None)
-    selection.tune(backward, PROCESSOR, None)
+    assert reason is not None and "by times" in reason
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tuning_changes_nothing_between_a_checkpoints_calls(
+    random, reentrant, monkeypatch, tmp_path
+):
+    """The later layer's backward pass comes first, and is tuned with the former's."""
+    monkeypatch.setattr(selection, "_tuned", {})
+    monkeypatch.setenv("FUSEDCONV_CACHE_DIR", str(tmp_path))
+
+    def layer(x, weight, scale):
+        return functional.conv_transpose_act_norm(
+            x, weight, padding=1, activation="silu", num_groups=4, norm_weight=scale
+        )
+
+    leaves = [(random(16, 16, 3, 3).requires_grad_(), random(16).requires_grad_()) for _ in "12"]
+    x = y = random(2, 16, 8, 8).requires_grad_()
+    with fusedconv.autotune():
+        for each in leaves:
+            y = checkpoint(layer, y, *each, use_reentrant=reentrant)
+        y.square().sum().backward()
+    found = [x.grad, *(leaf.grad for each in leaves for leaf in each)]
+    z = x
+    for weight, scale in leaves:
+        z = F.conv_transpose2d(z, weight, padding=1)
+        z = F.group_norm(F.silu(z), 4, scale)
+    wanted = [x, *(leaf for each in leaves for leaf in each)]
+    expected = torch.autograd.grad(z.square().sum(), wanted)
+    torch.testing.assert_close(found, list(expected), rtol=1e-3, atol=1e-3)
 
 
 # ---- a GPU that is not here ----------------------------------------------------------------------

@@ -112,7 +112,7 @@ def explain_problem(problem: Problem, device: Device, followed: str = "") -> Exp
         ),
         chosen_by="autograd" if weighed else choice.by,
         followed=followed,
-        times=winner.times if winner is not None and choice.by == "tuned" else {},
+        times=winner.times if winner is not None and (weighed or choice.by == "tuned") else {},
     )
 
 

@@ -1,7 +1,8 @@
 """Whether a training step is autograd's to follow through torch's operators, or a node of ours.
 
 A node of autograd in Python, and what runs its plans, keep the processor for longer than torch's
-own nodes: kernels that save less than that are slower, whatever they take by themselves.
+own nodes: kernels that save less than that are slower, whatever they take by themselves. A CUDA
+graph does not replay what the host takes, but keeps what the steps before it have chosen.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ def reason_to_follow(
     if device.type != "cuda" and forward.layout == "nhwc" and forward.norm_groups:
         return None  # torch's operators are composed with copies to channels first around the norm
     composed = [in_torch(each, device) for each in passes]
-    ours, theirs = (_milliseconds(passes, each, device) for each in (chosen, composed))
+    estimated = chosen[0].by == "cost"
+    ours, theirs = (
+        _milliseconds(passes, each, None if estimated else device) for each in (chosen, composed)
+    )
     if ours is None or theirs is None:
         return None
-    estimated = chosen[0].by == "cost"
     if estimated:
         theirs = followed_milliseconds(forward, device, theirs)
     if device.type == "cuda":
@@ -71,10 +74,10 @@ def reason_to_follow(
         ours += node
     if ours + min((LEAST_GAIN - 1.0) * ours, node) < theirs:
         return None
-    how = "estimated" if estimated else "measured"
+    how = "estimates" if estimated else "times"
     return (
-        f"a training step is {how} to take {theirs:.4g} ms so, and {ours:.4g} ms by kernels in a "
-        "node of autograd of their own"
+        f"by {how} and what the host takes, a training step takes {theirs:.4g} ms so, and "
+        f"{ours:.4g} ms by kernels in a node of autograd of their own"
     )
 
 
@@ -96,12 +99,13 @@ def _operators(forward: ForwardProblem) -> float:
 
 
 def _milliseconds(
-    passes: Sequence[Problem], choices: Sequence[Choice], device: Device
+    passes: Sequence[Problem], choices: Sequence[Choice], tuned_on: Device | None
 ) -> float | None:
-    """Of both passes: times, where the problems were tuned; None where one is missing."""
+    """Of both passes: estimated, or measured where they were tuned on a device; None where a time
+    is missing."""
     total = 0.0
     for problem, choice in zip(passes, choices, strict=True):
-        winner = winner_of(problem, device)
+        winner = None if tuned_on is None else winner_of(problem, tuned_on)
         for piece, candidate in choice.chosen:
             if winner is None:
                 total += candidate.cost or 0.0

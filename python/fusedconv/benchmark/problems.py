@@ -31,4 +31,5 @@ def cell_problems(
             output = model(x)
         if setup.grad is not None:
             output.backward(setup.grad)
-    return [call[0] for call in dict.fromkeys(calls) if not isinstance(call, Composition)]
+    asked = [call.problem for call in calls if not isinstance(call, Composition)]
+    return list(dict.fromkeys(asked))

@@ -163,7 +163,8 @@ def _convolution_milliseconds(
 
 
 def _processor_passes(problem: ForwardProblem) -> tuple[float, float]:
-    """Bytes that the operators behind a convolution move on a processor, forward and backward."""
+    """Bytes that the operators behind a convolution, or without one, move on a processor, forward
+    and backward."""
     stages = len([stage for stage in problem.epilogue if not isinstance(stage, Bias)])
     norms = problem.norm is not None
     written = problem.output_elements * problem.dtype.itemsize
@@ -244,7 +245,8 @@ class FollowedPlan(TorchPlan):
         norm_bias: Tensor | None,
         residual: Tensor | None = None,
     ) -> Outputs:
-        # The switch says what the problem does: a precision that is asked for is never followed.
+        # Both passes compute as the switch says when they come, as eager's do: a precision that is
+        # asked for is never followed.
         return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
 
     def run_batch_norm(

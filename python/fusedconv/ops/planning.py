@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedconv import validation
 from fusedconv.activations import KEEP_RESULT
 from fusedconv.device import device_record
-from fusedconv.kernels.torch import FollowedPlan, TorchPlan, gradients_plan
+from fusedconv.kernels.torch import FollowedPlan, gradients_plan
 from fusedconv.layout import layout_of
 from fusedconv.norms import Norm
 from fusedconv.ops.watching import is_watched
@@ -315,9 +315,10 @@ def followed(
     plan that ``conv_plan`` or ``group_norm_plan`` just gave for it, which saves. ``names`` are what
     a problem calls the gradients of ``tensors``."""
     needs = tuple([each is not None and each.requires_grad for each in tensors])
-    if plan.followed is None:
-        plan.followed = {}
-    if needs not in plan.followed or record.active:
+    known = plan.followed
+    if known is None:
+        known = plan.followed = {}
+    if needs not in known or record.active:
         device = call.input.device
         forward = call.problem(True, _is_aligned(call.input))
         backward = BackwardProblem.of(
@@ -328,16 +329,18 @@ def followed(
             gradients=[name for name, need in zip(names, needs, strict=True) if need],
         )
         where = device_record(device)
-        if isinstance(plan, TorchPlan):
-            tune_call(backward, device)
+        # Now, so that no later call of the step weighs otherwise than the first: a checkpoint's
+        # second one must save what its first has saved.
+        tune_call(backward, device)
         reason = reason_to_follow(forward, backward, where)
         if reason is not None:
             record.note_followed(forward, backward, where, reason)
             if reason != EVERY_PART:
                 message = "autograd follows torch's operators for %s on %s: %s"
                 log_once((forward, where, "followed"), message, forward, where, reason)
-        plan.followed[needs] = None if reason is None else FollowedPlan(forward)
-    return plan.followed[needs]
+        found = known[needs] = None if reason is None else FollowedPlan(forward)
+        return found
+    return known[needs]
 
 
 def _wanted(call: ConvCall | NormCall, names: tuple[str, ...], needs: Sequence[bool]) -> list[str]:

@@ -21,6 +21,7 @@ from fusedconv.kernels.cpu.convolution import (
     planar,
 )
 from fusedconv.kernels.cpu.matrix_product import (
+    chains,
     interleaved,
     products,
     summed_over_positions,
@@ -221,9 +222,21 @@ class MatrixProductGradients(BackwardKernel):
             return support
         assert forward.conv is not None
         support = tiles_output(forward.conv)
-        if not support or forward.dtype != torch.float32 or "input" not in problem.gradients:
+        if not support or forward.dtype != torch.float32:
             return support
         taps = math.prod(forward.conv.kernel_size)
+        columns, positions = taps * forward.output_channels, math.prod(forward.spatial)
+        lengths = {"input": (positions, columns), "weight": (columns, positions)}
+        for name in ("input", "weight"):
+            chained = name in problem.gradients and chains(
+                forward, forward.channels, *lengths[name]
+            )
+            if chained and result_layout(forward.layout) == "nchw":
+                return Support.no(
+                    f"its float32 sums of few channels for the {name} are less exact than torch's"
+                )
+        if "input" not in problem.gradients:
+            return support
         if taps > 1 and not onednn.in_plain_loops(forward, device, forward.dtype):
             return Support.no("its float32 sums for the input are less exact than torch's")
         return support

@@ -58,32 +58,42 @@ def tiles_last(tensor: Tensor, tile: Sequence[int]) -> Tensor:
 #: thousands of values of one sign they were up to 16 times as far off as those of torch's
 #: convolutions.
 _FEW = 16
-#: Values of a stretch, whose sums are added to each other, of a sum of fewer values than the third
-#: and of a longer one.
-_STRETCH, _LONG_STRETCH, _LONG = 64, 256, 8192
+#: Values of a stretch, whose sums are added to each other: of sums of less than ``_LONG`` values,
+#: and of longer ones.
+_STRETCH, _LONG_STRETCH = 64, 256
+_LONG = 8192
 
-
-#: Below so many channels a library sums all up before it adds a bias; else to the first ones' sum,
-#: and a large bias rounds every later one.
+#: Channels from which on a library adds a bias before it has summed them all, so that a large bias
+#: rounds the sums behind it.
 _ONE_BLOCK = 128
+
+
+def chains(problem: ForwardProblem, rows: int, columns: int, length: int) -> bool:
+    """Whether a product for each of several samples adds its float32 sums of ``length`` values up
+    in one chain: ``products`` cuts none of them, as it would have to copy them."""
+    few = min(rows, columns) < _FEW and length > _STRETCH
+    return problem.dtype == torch.float32 and problem.batch > 1 and few
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
     """[N, A, B] of [N, L, A] and [N, L, B], summed over L."""
-    batch, length, rows = left.shape
-    columns = right.shape[2]
+    if len(left) > 1:
+        return torch.bmm(left.transpose(1, 2), right)
+    # Libraries have more ways for two axes.
+    return _product(left[0], right[0]).unsqueeze(0)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    length, rows = left.shape
+    columns = right.shape[1]
     stretch = _STRETCH if length < _LONG else _LONG_STRETCH
-    whole = length - length % stretch
-    if left.dtype == torch.float32 and min(rows, columns) < _FEW and whole > stretch:
-        of_stretches = [
-            each[:, :whole].unflatten(1, (-1, stretch)).flatten(0, 1) for each in (left, right)
-        ]
-        found = torch.bmm(of_stretches[0].transpose(1, 2), of_stretches[1])
-        found = found.view(batch, -1, rows, columns).sum(1)
-        return found if whole == length else found + products(left[:, whole:], right[:, whole:])
-    if batch == 1:  # libraries have more ways for two axes
-        return (left[0].t() @ right[0]).unsqueeze(0)
-    return torch.bmm(left.transpose(1, 2), right)
+    count = length // stretch
+    if left.dtype != torch.float32 or min(rows, columns) >= _FEW or count < 2:
+        return left.t() @ right
+    whole = count * stretch
+    cut = [each[:whole].unflatten(0, (count, stretch)) for each in (left, right)]
+    found = torch.bmm(cut[0].transpose(1, 2), cut[1]).sum(0)
+    return found if whole == length else found + _product(left[whole:], right[whole:])
 
 
 def summed_over_positions(left: Tensor, right: Tensor) -> Tensor:
@@ -141,7 +151,11 @@ class MatrixProduct(Form):
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         conv = problem.conv
         assert conv is not None
-        return supports_form(problem) and tiles_output(conv)
+        support = supports_form(problem) and tiles_output(conv)
+        sums = problem.output_channels, math.prod(problem.spatial), problem.channels
+        if support and self._layout(problem) == "nchw" and chains(problem, *sums):
+            return Support.no("its float32 sums of few channels are less exact than torch's")
+        return support
 
     def _layout(self, problem: ForwardProblem) -> Layout:
         assert problem.conv is not None

@@ -77,7 +77,8 @@ def reason_to_follow(
     how = "estimates" if estimated else "times"
     return (
         f"by {how} and what the host takes, a training step takes {theirs:.4g} ms so, and "
-        f"{ours:.4g} ms by kernels in a node of autograd of their own"
+        f"{ours:.4g} ms by kernels in a node of autograd of their own; a gain of less than "
+        f"{LEAST_GAIN - 1.0:.0%} is not counted on"
     )
 
 

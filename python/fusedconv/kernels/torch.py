@@ -231,23 +231,12 @@ class TorchPlan(ForwardPlan):
 
 
 class FollowedPlan(TorchPlan):
-    """The operators that autograd follows by itself: they save what they need."""
+    """The operators that autograd follows by itself: they save what they need. Both passes compute
+    as torch's switch says when they come, as eager's do: a precision that is asked for is never
+    followed."""
 
     def __init__(self, problem: ForwardProblem) -> None:
         super().__init__(dataclasses.replace(problem, save=False, recompute=False))
-
-    def run(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        residual: Tensor | None = None,
-    ) -> Outputs:
-        # Both passes compute as the switch says when they come, as eager's do: a precision that is
-        # asked for is never followed.
-        return compose(self.problem, input, weight, bias, norm_weight, norm_bias, residual)
 
     def run_batch_norm(
         self,

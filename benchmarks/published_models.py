@@ -230,18 +230,21 @@ def on(args: Any, device: torch.device, dtype: torch.dtype, layout: str) -> Any:
     return pytree.tree_map_only(Tensor, moved, args)
 
 
-def gradients(model: nn.Module, args: Any) -> list[Tensor]:
-    """The outputs' gradients by inputs and parameters, for the same gradients of outputs in every
-    dtype; those that do not depend on a tensor are left out."""
+def output_gradients(model: nn.Module, args: Any) -> list[Tensor]:
+    """Of a call's outputs: the same values in every dtype."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+        for output in outputs(model, args)
+    ]
+
+
+def gradients(model: nn.Module, args: Any, grads: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs' gradients by inputs and parameters, for those of the outputs; those that do not
+    depend on a tensor are left out."""
     args = pytree.tree_map_only(Tensor, lambda x: x.detach().requires_grad_(), args)
     leaves = [*tensors(args), *model.parameters()]
-    outputs = tensors(model(*args))
-    generator = torch.Generator().manual_seed(1)
-    grads = [
-        torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-        for output in outputs
-    ]
-    found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True)
+    found = torch.autograd.grad(tensors(model(*args)), leaves, grads, allow_unused=True)
     return [each for each in found if each is not None]
 
 
@@ -250,7 +253,12 @@ def outputs(model: nn.Module, args: Any) -> list[Tensor]:
         return tensors(model(*args))
 
 
-RUNS = {"forward": outputs, "forward_backward": gradients}
+def prepared(pass_: str, model: nn.Module, args: Any) -> Callable[[nn.Module], list[Tensor]]:
+    """What runs a pass of a model or of its like, whatever it is computed from made before."""
+    if pass_ == "forward":
+        return lambda model: outputs(model, args)
+    grads = output_gradients(model, args)
+    return lambda model: gradients(model, args, grads)
 
 
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -293,7 +301,8 @@ def measured(
     model, args = build(full)
     model.eval()
     args = on(args, device, torch.float64, layout)
-    exact = {name: RUNS[name](model.to(device, torch.float64), args) for name in passes}
+    model = model.to(device, torch.float64)
+    exact = {name: prepared(name, model, args)(model) for name in passes}
     model = model.to(dtype)
     if layout == "nhwc":
         for parameter in model.parameters():
@@ -306,9 +315,9 @@ def measured(
     chains = [str(each.chain) for each in (*report.modules, *report.joined)]
     records = []
     for name in passes:
-        run = RUNS[name]
-        errors = {key: error(run(each, built.args), exact[name]) for key, each in models.items()}
-        calls = [[functools.partial(run, each, built.args)] for each in models.values()]
+        run = prepared(name, model, built.args)
+        errors = {key: error(run(each), exact[name]) for key, each in models.items()}
+        calls = [[functools.partial(run, each)] for each in models.values()]
         for (key, _), timing in zip(models.items(), clock.interleave(calls), strict=True):
             records.append(
                 {

@@ -109,9 +109,12 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, backward):
     for activation, order, affine in (
         (None, "act_norm", True),
         ("gelu", "act_norm", True),
+        ("gelu", "norm_act", True),
+        ("silu", "act_norm", True),
         ("silu", "norm_act", True),
         ("gelu_tanh", "norm_act", False),
         ("relu", "act_norm", False),
+        ("relu", "norm_act", True),
     ):
         parameters = torch.randn(2, shape[1], device="cuda").to(dtype).unbind() if affine else ()
         grad = torch.randn_like(x)
@@ -131,7 +134,9 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, backward):
         torchs = gradients(composed, (x, *parameters), grad)
         exact = gradients(composed, [t.double() for t in (x, *parameters)], grad)
         assert actual[0].stride() == x.stride()
-        assert_close_to(actual, torchs, exact, 20 * FLOOR[dtype], float(grad.double().norm()))
+        # Over a few values chance parts errors that are alike.
+        floor = (20 if x.numel() > 1000 else 50) * FLOOR[dtype]
+        assert_close_to(actual, torchs, exact, floor, float(grad.double().norm()))
         again = gradients(ours, (x, *parameters), grad)
         assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 

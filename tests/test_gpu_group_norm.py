@@ -38,6 +38,7 @@ CASES = [
     ((3, 64, 200, 104), 2),
     ((40, 16, 128, 128), 4),
     ((3, 24, 148, 300), 8),
+    ((2, 2048, 6, 5), 32),
 ]
 # Large enough for the streamed gradients, with planes that chunks do not divide.
 LARGE_CASES = [((10, 32, 256, 264), 4), ((40, 6, 300, 304), 2), ((6, 1, 2048, 2052), 1)]

@@ -77,8 +77,8 @@ void bind_gradient_configs(py::module_& room) {
       .def_readonly("partial_bytes", &GradientBuffers::partial_bytes)
       .def_readonly("sum_bytes", &GradientBuffers::sum_bytes)
       .def_readonly("term_bytes", &GradientBuffers::term_bytes)
-      .def_readonly("plane_sums", &GradientBuffers::plane_sums,
-                    "Parts of a plane in the sums of a gradient in lines.");
+      .def_readonly("channel_sums", &GradientBuffers::channel_sums,
+                    "Parts of a channel of a sample in the sums of the input's gradient.");
   py::class_<GradientConfig, GradientBuffers>(room, "GradientConfig", "Gradients in two passes.");
   py::class_<StreamedGradientConfig, GradientBuffers>(room, "StreamedGradientConfig",
                                                       "Gradients in one pass.")
@@ -121,9 +121,17 @@ void bind_gradients(py::module_& room) {
                     Operand>(),
            py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("weight"),
            py::arg("partials"), py::arg("sums"), py::arg("terms"));
-  StepClass<AffineGradients>(room, "AffineGradients", "The gradients of weight and bias.")
-      .def(py::init<GroupNormProblem const&, Operand, Operand, Operand>(), py::kw_only(),
-           py::arg("problem"), py::arg("sums"), py::arg("grad_weight"), py::arg("grad_bias"));
+  StepClass<AffineGradients>(room, "AffineGradients",
+                             "The gradients of weight and bias, and of a convolution's bias.")
+      .def(py::init([](GroupNormProblem const& problem, Operand sums, Operand grad_weight,
+                       Operand grad_bias, Operand channel_sums, int parts, Operand grad_conv_bias) {
+             return std::make_shared<AffineGradients>(
+                 problem, sums, grad_weight, grad_bias,
+                 ConvBias{channel_sums, parts, grad_conv_bias});
+           }),
+           py::kw_only(), py::arg("problem"), py::arg("sums"), py::arg("grad_weight"),
+           py::arg("grad_bias"), py::arg("channel_sums") = Operand{}, py::arg("parts") = 0,
+           py::arg("grad_conv_bias") = Operand{});
   StepClass<InputGradient>(room, "InputGradient", "The input's gradient.")
       .def(
           py::init([](GradientConfig const& config, GroupNormProblem const& problem, Operand input,

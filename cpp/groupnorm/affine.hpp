@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/math.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -12,23 +13,73 @@
 namespace fusedconv::groupnorm {
 
 // What a kernel knows of the activations when it is compiled: that there are none, that there may
-// be any, which it calls, or that the only one is GELU in its quick form, in front or behind: calls
-// would take longer than memory there. Kernels that know the first two alone take a bool.
+// be any, which it calls, or the only one, in front or behind, GELU and SiLU in their quick forms:
+// calls would take longer than memory there. Kernels that know the first two alone take a bool.
 enum KnownActivations : int {
   kNoActivation = false,
   kAnyActivation = true,
   kQuickGeluBefore,
-  kQuickGeluAfter
+  kQuickGeluAfter,
+  kQuickSiluBefore,
+  kQuickSiluAfter,
+  kReluBefore,
+  kReluAfter
 };
 
 inline KnownActivations known_activations(GroupNormProblem const& p) {
   bool const first = p.activation_before != Activation::kIdentity;
   bool const last = p.activation_after != Activation::kIdentity;
   if (!first && !last) return kNoActivation;
-  if (!p.quick() || (first && last)) return kAnyActivation;
-  if (p.activation_before == Activation::kGelu) return kQuickGeluBefore;
-  return p.activation_after == Activation::kGelu ? kQuickGeluAfter : kAnyActivation;
+  if (first && last) return kAnyActivation;
+  switch (first ? p.activation_before : p.activation_after) {
+    case Activation::kRelu: return first ? kReluBefore : kReluAfter;
+    case Activation::kGelu:
+      if (p.quick()) return first ? kQuickGeluBefore : kQuickGeluAfter;
+      break;
+    case Activation::kSilu:
+      if (p.quick()) return first ? kQuickSiluBefore : kQuickSiluAfter;
+      break;
+    default: break;
+  }
+  return kAnyActivation;
 }
+
+// The activation that a kernel knows, in front or behind, void where that is none or any.
+template <int kKnown>
+struct Known {
+  using Before = void;
+  using After = void;
+};
+template <>
+struct Known<kQuickGeluBefore> {
+  using Before = activations::Gelu;
+  using After = void;
+};
+template <>
+struct Known<kQuickGeluAfter> {
+  using Before = void;
+  using After = activations::Gelu;
+};
+template <>
+struct Known<kQuickSiluBefore> {
+  using Before = activations::Silu;
+  using After = void;
+};
+template <>
+struct Known<kQuickSiluAfter> {
+  using Before = void;
+  using After = activations::Silu;
+};
+template <>
+struct Known<kReluBefore> {
+  using Before = activations::Relu;
+  using After = void;
+};
+template <>
+struct Known<kReluAfter> {
+  using Before = void;
+  using After = activations::Relu;
+};
 
 // Without kActivate both activations are the identity and cost nothing.
 template <bool kActivate>
@@ -90,18 +141,19 @@ struct ChannelAffine {
   }
 };
 
-template <int kCount>
-__device__ __forceinline__ void apply_quick_gelu(float (&values)[kCount]) {
+template <class Form, int kCount>
+__device__ __forceinline__ void apply_quick(float (&values)[kCount]) {
 #pragma unroll
-  for (float& value : values) value = device::quick_value<activations::Gelu>(value);
+  for (float& value : values) value = device::quick_value<Form>(value);
 }
 
 // The activation in front.
 template <int kKnown, int kCount>
 __device__ __forceinline__ void activate(Activation activation, bool quick,
                                          float (&values)[kCount]) {
-  if constexpr (kKnown == kQuickGeluBefore) {
-    apply_quick_gelu(values);
+  using Form = typename Known<kKnown>::Before;
+  if constexpr (!std::is_void_v<Form>) {
+    apply_quick<Form>(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(activation, quick, values);
   }
@@ -110,8 +162,9 @@ __device__ __forceinline__ void activate(Activation activation, bool quick,
 // The one behind.
 template <int kKnown, int kCount>
 __device__ __forceinline__ void activate_after(Affine const& affine, float (&values)[kCount]) {
-  if constexpr (kKnown == kQuickGeluAfter) {
-    apply_quick_gelu(values);
+  using Form = typename Known<kKnown>::After;
+  if constexpr (!std::is_void_v<Form>) {
+    apply_quick<Form>(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(affine.activation_after, affine.quick, values);
   }

@@ -7,8 +7,8 @@
 //   1. gradient_sums(): each block's share of its channels' sums of g and g xhat.
 //   2. merge_gradient_sums(): a channel's partial sums add up in a fixed order, and a group's
 //      channels, weighted, to the group's terms.
-//   3. affine_gradients(): a channel's sums over all samples.
-//   4. input_gradient(): each element's gradient, from its group's terms.
+//   3. input_gradient(): each element's gradient, from its group's terms.
+//   4. affine_gradients(): a channel's sums over all samples.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +24,8 @@ namespace fusedconv::groupnorm {
 // the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
 // activation. Channels first, grad_input may lie in lines of so many columns, which begin at
 // multiples of pitch; pixels are whole lines, addresses multiples of 16 bytes. Its sums by channel
-// are then left in parts, [batch, channels, GradientBuffers::plane_sums], unless sums is null.
+// are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless sums is null;
+// channels last too, but for streamed gradients.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;
@@ -51,8 +52,8 @@ struct GroupTerms {
 // [sample, partial, channel]; their totals, [sample, channel]; the terms, [sample, group].
 struct GradientBuffers {
   Support support;
-  int partials = 0;    // of a channel of a sample
-  int plane_sums = 0;  // of the gradient in lines
+  int partials = 0;      // of a channel of a sample
+  int channel_sums = 0;  // parts of a channel of a sample in the sums of the input's gradient
   int64_t partial_bytes = 0;
   int64_t sum_bytes = 0;
   int64_t term_bytes = 0;
@@ -79,12 +80,24 @@ void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const&
                          void const* weight, GradientSum const* partials, GradientSum* sums,
                          GroupTerms* terms, cudaStream_t stream);
 
-// Fills grad_weight and grad_bias, [channels] of affine_dtype each; either may be null.
-void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums, void* grad_weight,
-                      void* grad_bias, cudaStream_t stream);
-
 // Fills tensors.grad_input.
 void input_gradient(GroupNormProblem const& problem, GradientTensors const& tensors,
                     GroupTerms const* terms, cudaStream_t stream);
+
+// Totals of a channel, [channels] each; any may be null. conv_bias is the sum of sums, which
+// input_gradient() has left in so many parts.
+struct AffineTargets {
+  void* weight = nullptr;
+  void* bias = nullptr;
+  DType dtype = DType::kFloat32;  // of both
+  float const* sums = nullptr;
+  int parts = 0;
+  void* conv_bias = nullptr;
+  DType conv_dtype = DType::kFloat32;
+};
+
+// Fills the targets.
+void affine_gradients(GroupNormProblem const& problem, GradientSum const* sums,
+                      AffineTargets const& targets, cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

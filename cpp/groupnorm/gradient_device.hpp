@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/by_call.hpp"
 #include "groupnorm/gradient.hpp"
+#include "groupnorm/launch.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -59,6 +61,17 @@ struct Point {
   float gradient;
 };
 
+// The gradient of an activation's value to that of the point that it was computed of. What a ReLU
+// stops is zero whatever comes, as torch has it.
+template <class Form>
+__device__ __forceinline__ float through(float point, float grad) {
+  if constexpr (std::is_same_v<Form, activations::Relu>) {
+    return point <= 0.0f ? 0.0f : grad;
+  } else {
+    return grad * device::quick_slope<Form>(point);
+  }
+}
+
 // Of values of one channel each: channel(i) is the i-th value's.
 template <int kKnown, class T, int kCount, class ChannelOf>
 __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
@@ -73,7 +86,14 @@ __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
   for (int i = 0; i < kCount; ++i) {
     points[i] = {(values[i] - channel(i).mean) * channel(i).rstd, device::to_float(grad.values[i])};
   }
-  if constexpr (kKnown == kAnyActivation) {
+  using Form = typename Known<kKnown>::After;
+  if constexpr (!std::is_void_v<Form>) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float const point = fmaf(points[i].normalized, channel(i).weight, channel(i).bias);
+      points[i].gradient = through<Form>(point, points[i].gradient);
+    }
+  } else if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_after != Activation::kIdentity) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -102,10 +122,11 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
         channel(i).rstd * (fmaf(channel(i).weight, points[i].gradient, -terms(i).gradient) -
                            points[i].normalized * terms(i).projection);
   }
-  if constexpr (kKnown == kQuickGeluBefore) {
+  using Form = typename Known<kKnown>::Before;
+  if constexpr (!std::is_void_v<Form>) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      results[i] *= device::quick_slope<activations::Gelu>(device::to_float(x.values[i]));
+      results[i] = through<Form>(device::to_float(x.values[i]), results[i]);
     }
   } else if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_before != Activation::kIdentity) {
@@ -162,6 +183,22 @@ void dispatch_gradient_vector(GroupNormProblem const& p, GradientTensors const& 
                          reinterpret_cast<uintptr_t>(tensors.grad_input);
   int64_t const extent = last ? p.channels : aligns ? int64_t(16 / sizeof(T)) : p.pixels;
   device::dispatch_vector<T>(reinterpret_cast<void const*>(addresses), extent, body);
+}
+
+// Calls body with that and what a kernel is to know of activations: more than whether there are any
+// where accesses are of 16 bytes.
+template <class T, bool kActivate, class F>
+void dispatch_gradients(GroupNormProblem const& p, GradientTensors const& tensors, bool aligns,
+                        F&& body) {
+  dispatch_gradient_vector<T>(p, tensors, aligns, [&](auto vector) {
+    if constexpr (vector.value * sizeof(T) == 16) {
+      dispatch_known<kActivate, kQuickGeluBefore, kQuickGeluAfter, kQuickSiluBefore,
+                     kQuickSiluAfter, kReluBefore, kReluAfter>(
+          p, [&](auto known) { body(vector, known); });
+    } else {
+      body(vector, std::integral_constant<int, kActivate>{});
+    }
+  });
 }
 
 }  // namespace fusedconv::groupnorm

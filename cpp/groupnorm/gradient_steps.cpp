@@ -43,7 +43,9 @@ GradientResult const& checked(GradientResult const& result, GroupNormProblem con
     FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, "columns: got ", result.columns,
                     " for a tensor that is channels last");
   }
-  FUSEDCONV_CHECK(result.columns != 0 || !result.sums.present(), "sums: got some without columns");
+  FUSEDCONV_CHECK(
+      result.columns != 0 || !result.sums.present() || p.input_layout == Layout::kChannelsLast,
+      "sums: got some of planes without columns");
   return result;
 }
 
@@ -89,6 +91,8 @@ StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
       result_(checked(result, problem)),
       partials_(partials) {
   check_supported("StreamedGradients", config.support);
+  FUSEDCONV_CHECK(!result.sums.present() || problem.input_layout == Layout::kChannelsFirst,
+                  "sums: got some of a tensor that is channels last");
 }
 
 std::string StreamedGradients::describe() const {
@@ -134,24 +138,43 @@ void MergeGradientSums::run(RunContext const& context, void*) const {
 }
 
 AffineGradients::AffineGradients(GroupNormProblem const& problem, Operand sums, Operand grad_weight,
-                                 Operand grad_bias)
-    : problem_(problem), sums_(sums), grad_weight_(grad_weight), grad_bias_(grad_bias) {
+                                 Operand grad_bias, ConvBias const& conv_bias)
+    : problem_(problem),
+      sums_(sums),
+      grad_weight_(grad_weight),
+      grad_bias_(grad_bias),
+      conv_bias_(conv_bias) {
   FUSEDCONV_CHECK(grad_weight.present() || grad_bias.present(),
                   "AffineGradients: got neither grad_weight nor grad_bias");
+  FUSEDCONV_CHECK(conv_bias.grad.present() == conv_bias.sums.present() &&
+                      conv_bias.grad.present() == (conv_bias.parts > 0),
+                  "AffineGradients: sums: got ", conv_bias.parts, " parts");
 }
 
 std::string AffineGradients::describe() const {
-  if (!grad_bias_.present()) return "gradient of norm weight";
-  if (!grad_weight_.present()) return "gradient of norm bias";
-  return "gradients of norm weight and bias";
+  std::string const more = conv_bias_.grad.present() ? ", bias" : "";
+  if (!grad_bias_.present()) return "gradient of norm weight" + more;
+  if (!grad_weight_.present()) return "gradient of norm bias" + more;
+  return (more.empty() ? "gradients of norm weight and bias"
+                       : "gradients of norm weight, norm bias") +
+         more;
 }
 
-std::vector<Operand> AffineGradients::operands() const { return {sums_, grad_weight_, grad_bias_}; }
+std::vector<Operand> AffineGradients::operands() const {
+  return {sums_, grad_weight_, grad_bias_, conv_bias_.sums, conv_bias_.grad};
+}
 
 void AffineGradients::run(RunContext const& context, void*) const {
   check_whole("AffineGradients", problem_, context);
-  affine_gradients(problem_, context.at<GradientSum>(sums_), context.at(grad_weight_),
-                   context.at(grad_bias_), context.stream);
+  affine_gradients(problem_, context.at<GradientSum>(sums_),
+                   {.weight = context.at(grad_weight_),
+                    .bias = context.at(grad_bias_),
+                    .dtype = problem_.affine_dtype,
+                    .sums = context.at<float>(conv_bias_.sums),
+                    .parts = conv_bias_.parts,
+                    .conv_bias = context.at(conv_bias_.grad),
+                    .conv_dtype = problem_.dtype},
+                   context.stream);
 }
 
 InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,

@@ -17,8 +17,8 @@ struct GradientOperands {
   Operand input, grad_output, mean, rstd, weight, bias;
 };
 
-// The input's gradient: dense, or in lines of so many columns at a pitch, in elements, and then its
-// sums by channel, which may be absent: see GradientTensors.
+// The input's gradient: dense, or in lines of so many columns at a pitch, in elements, and there or
+// channels last its sums by channel, which may be absent: see GradientTensors.
 struct GradientResult {
   Operand grad_input;
   int columns = 0;
@@ -78,11 +78,19 @@ class MergeGradientSums final : public Step {
   Operand weight_, partials_, sums_, terms_;
 };
 
+// The gradient of a convolution's bias, from the sums that another step has left in so many parts;
+// all absent where it is not asked for.
+struct ConvBias {
+  Operand sums;
+  int parts = 0;
+  Operand grad;
+};
+
 // One of grad_weight and grad_bias may be absent.
 class AffineGradients final : public Step {
  public:
   AffineGradients(GroupNormProblem const& problem, Operand sums, Operand grad_weight,
-                  Operand grad_bias);
+                  Operand grad_bias, ConvBias const& conv_bias);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -91,6 +99,7 @@ class AffineGradients final : public Step {
  private:
   GroupNormProblem problem_;
   Operand sums_, grad_weight_, grad_bias_;
+  ConvBias conv_bias_;
 };
 
 class InputGradient final : public Step {

@@ -2,10 +2,12 @@
 
 #include "cuda/math.hpp"
 #include "cuda/store.hpp"
+#include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/gradient.hpp"
 #include "groupnorm/gradient_device.hpp"
+#include "groupnorm/gradient_rows.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/partition.hpp"
 #include "groupnorm/support.hpp"
@@ -80,60 +82,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-// Channels last. Block (row block, slab) of a sample: partial sums [sample, row block, channel].
-template <class T, int kVector, bool kActivate>
-__global__ void __launch_bounds__(kThreads)
-    sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
-                 int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
-                 float2* __restrict__ partials) {
-  extern __shared__ float2 shared_sums[];  // [rows][columns * kVector]
-  int64_t const sample = blockIdx.x / row_blocks;
-  int64_t const row_block = blockIdx.x % row_blocks;
-  int const map_row = threadIdx.x / map.columns;
-  int const column = threadIdx.x % map.columns;
-  int const first = (int(blockIdx.y) * map.columns + column) * kVector;
-  float2 sums[kVector] = {};
-  if (map_row < map.rows && first < affine.channels) {
-    Channel channels[kVector];
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) channels[v] = Channel::of(affine, sample, first + v);
-    int64_t const end = min(pixels, (row_block + 1) * block_rows);
-    int64_t const base = sample * pixels * affine.channels + first;
-#pragma unroll 2
-    for (int64_t row = row_block * block_rows + map_row; row < end; row += map.rows) {
-      auto const px = Pack<T, kVector>::load(input + base + row * affine.channels);
-      auto const pg = Pack<T, kVector>::load(grad + base + row * affine.channels);
-      Point points[kVector];
-      points_of<kActivate>(px, pg, [&](int v) { return channels[v]; }, affine, points);
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        sums[v].x += points[v].gradient;
-        sums[v].y = fmaf(points[v].gradient, points[v].normalized, sums[v].y);
-      }
-    }
-  }
-  int const width = map.columns * kVector;
-  if (map_row < map.rows) {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) shared_sums[map_row * width + column * kVector + v] = sums[v];
-  }
-  for (int count = map.rows; count > 1;) {
-    int const half = (count + 1) / 2;
-    __syncthreads();
-    for (int i = threadIdx.x; i < (count - half) * width; i += kThreads) {
-      shared_sums[i].x += shared_sums[half * width + i].x;
-      shared_sums[i].y += shared_sums[half * width + i].y;
-    }
-    count = half;
-  }
-  __syncthreads();
-  int64_t const base = (sample * row_blocks + row_block) * affine.channels;
-  int const slab = int(blockIdx.y) * width;
-  for (int i = threadIdx.x; i < width; i += kThreads) {
-    if (slab + i < affine.channels) partials[base + slab + i] = shared_sums[i];
-  }
-}
-
 // ---- merging ----
 
 // One block per (sample, group): channel sums [sample, channel], of `count` partial sums each, and
@@ -169,21 +117,33 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) terms[blockIdx.x] = {weighted.x / elements, weighted.y / elements};
 }
 
-// One warp per channel: its sums over all samples.
+// Block: a channel's sums over all samples.
 __global__ void __launch_bounds__(kThreads)
     sums_over_samples(float2 const* __restrict__ sums, int64_t batch, int channels,
-                      void* grad_weight, void* grad_bias, DType dtype) {
-  int const channel = int((blockIdx.x * kThreads + threadIdx.x) / 32);
-  if (channel >= channels) return;
+                      AffineTargets const targets) {
+  int const channel = int(blockIdx.x);
   float2 total{};
-  for (int64_t n = threadIdx.x % 32; n < batch; n += 32) {
+  for (int64_t n = threadIdx.x; n < batch; n += kThreads) {
     total.x += sums[n * channels + channel].x;
     total.y += sums[n * channels + channel].y;
   }
-  total = warp_sum(total);
-  if (threadIdx.x % 32 == 0) {
-    if (grad_weight != nullptr) device::store_from_float(grad_weight, channel, dtype, total.y);
-    if (grad_bias != nullptr) device::store_from_float(grad_bias, channel, dtype, total.x);
+  total = block_sum(total);
+  if (threadIdx.x == 0) {
+    DType const dtype = targets.dtype;
+    if (targets.weight != nullptr) {
+      device::store_from_float(targets.weight, channel, dtype, total.y);
+    }
+    if (targets.bias != nullptr) device::store_from_float(targets.bias, channel, dtype, total.x);
+  }
+  if (targets.conv_bias == nullptr) return;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < batch * targets.parts; i += kThreads) {
+    int64_t const sample = i / targets.parts;
+    sum += targets.sums[(sample * channels + channel) * targets.parts + i % targets.parts];
+  }
+  sum = device::block_total<kThreads>(sum);
+  if (threadIdx.x == 0) {
+    device::store_from_float(targets.conv_bias, channel, targets.conv_dtype, sum);
   }
 }
 
@@ -196,21 +156,10 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
   auto const* g = static_cast<T const*>(tensors.grad_output);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradients(p);
-  dispatch_gradient_vector<T>(p, tensors, true, [&](auto vector) {
-    constexpr int kVector = vector.value;
-    if (p.input_layout == Layout::kChannelsLast) {
-      RowMap const map = RowMap::of(p.channels, kVector);
-      dim3 const grid = device::checked_grid("sums_of_rows", p.batch * split.count, map.slabs);
-      int const shared = map.rows * map.columns * kVector * int(sizeof(GradientSum));
-      sums_of_rows<T, kVector, kActivate><<<grid, kThreads, shared, stream>>>(
-          x, g, affine, p.pixels, split.size, split.count, map, partials);
-    } else {
-      dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
-      dispatch_known<kActivate, kQuickGeluBefore>(p, [&](auto known) {
-        sums_of_planes<T, kVector, known.value><<<grid, kThreads, 0, stream>>>(
-            x, g, affine, p.pixels, split.size, split.count, partials);
-      });
-    }
+  dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
+  dispatch_gradients<T, kActivate>(p, tensors, true, [&](auto vector, auto known) {
+    sums_of_planes<T, vector.value, known.value>
+        <<<grid, kThreads, 0, stream>>>(x, g, affine, p.pixels, split.size, split.count, partials);
   });
   FUSEDCONV_CUDA("gradient_sums", cudaGetLastError());
 }
@@ -228,13 +177,17 @@ GradientConfig gradient_sums_config(GroupNormProblem const& p) {
     config.support = Support::no(detail::join("batch x channels is ", p.batch * p.channels));
   } else {
     config.set_sizes(p, split_gradients(p).count);
-    config.plane_sums = split_planes(p, true).count;
+    bool const last = p.input_layout == Layout::kChannelsLast;
+    config.channel_sums = (last ? split_gradient_rows(p) : split_planes(p, true)).count;
   }
   return config;
 }
 
 void gradient_sums(GroupNormProblem const& p, GradientTensors const& tensors, GradientSum* partials,
                    cudaStream_t stream) {
+  if (p.input_layout == Layout::kChannelsLast) {
+    return sum_gradients_of_rows(p, tensors, partials, stream);
+  }
   dispatch_kernel(p, [&](auto zero, auto active) {
     launch_sums<decltype(zero), active.value>(p, tensors, partials, stream);
   });
@@ -250,11 +203,10 @@ void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const&
   FUSEDCONV_CUDA("merge_gradient_sums", cudaGetLastError());
 }
 
-void affine_gradients(GroupNormProblem const& p, GradientSum const* sums, void* grad_weight,
-                      void* grad_bias, cudaStream_t stream) {
-  dim3 const grid = device::checked_grid("affine_gradients", ceil_div(p.channels * 32, kThreads));
-  sums_over_samples<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels), grad_weight,
-                                                   grad_bias, p.affine_dtype);
+void affine_gradients(GroupNormProblem const& p, GradientSum const* sums,
+                      AffineTargets const& targets, cudaStream_t stream) {
+  dim3 const grid = device::checked_grid("affine_gradients", p.channels);
+  sums_over_samples<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels), targets);
   FUSEDCONV_CUDA("affine_gradients", cudaGetLastError());
 }
 

@@ -7,6 +7,7 @@
 #include "groupnorm/gradient.hpp"
 #include "groupnorm/gradient_device.hpp"
 #include "groupnorm/gradient_lines.hpp"
+#include "groupnorm/gradient_rows.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/partition.hpp"
 
@@ -86,36 +87,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Channels last. Block (row block, slab) of a sample.
-template <class T, int kVector, bool kActivate>
-__global__ void __launch_bounds__(kThreads)
-    grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
-                 GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
-                 int64_t block_rows, int row_blocks, RowMap map) {
-  int64_t const sample = blockIdx.x / row_blocks;
-  int64_t const row_block = blockIdx.x % row_blocks;
-  int const map_row = threadIdx.x / map.columns;
-  int const first = int(blockIdx.y * map.columns + threadIdx.x % map.columns) * kVector;
-  if (map_row >= map.rows || first >= affine.channels) return;
-  Channel channels[kVector];
-  GroupTerms groups[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    channels[v] = Channel::of(affine, sample, first + v);
-    groups[v] = terms[sample * affine.groups + (first + v) / affine.channels_per_group];
-  }
-  int64_t const end = min(pixels, (row_block + 1) * block_rows);
-  int64_t const base = sample * pixels * affine.channels + first;
-#pragma unroll 2
-  for (int64_t row = row_block * block_rows + map_row; row < end; row += map.rows) {
-    auto const px = Pack<T, kVector>::load(input + base + row * affine.channels);
-    auto const pg = Pack<T, kVector>::load(grad + base + row * affine.channels);
-    grad_input_of<kActivate>(
-        px, pg, [&](int v) { return channels[v]; }, [&](int v) { return groups[v]; }, affine)
-        .store(output + base + row * affine.channels);
-  }
-}
-
 template <class F>
 void dispatch_form(GradientTensors const& tensors, bool in_lines, F&& body) {
   if (in_lines) return body(std::integral_constant<Form, Form::kLines>{});
@@ -131,27 +102,15 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   auto* output = static_cast<T*>(tensors.grad_input);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   bool const in_lines = tensors.columns > 0 && tensors.pitch != tensors.columns;
-  dispatch_gradient_vector<T>(p, tensors, !in_lines, [&](auto vector) {
+  Split const split = split_planes(p, tensors.columns > 0);
+  dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
+  dispatch_gradients<T, kActivate>(p, tensors, !in_lines, [&](auto vector, auto known) {
     constexpr int kVector = vector.value;
-    if (p.input_layout == Layout::kChannelsLast) {
-      FUSEDCONV_CHECK(tensors.columns == 0, "input_gradient: columns: got ", tensors.columns,
-                      " for a tensor that is channels last");
-      Split const split = split_gradients(p);
-      RowMap const map = RowMap::of(p.channels, kVector);
-      dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
-      grad_of_rows<T, kVector, kActivate><<<grid, kThreads, 0, stream>>>(
-          x, g, output, affine, terms, p.pixels, split.size, split.count, map);
-    } else {
-      Split const split = split_planes(p, tensors.columns > 0);
-      dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
-      dispatch_form(tensors, in_lines, [&](auto form) {
-        dispatch_known<kActivate, kQuickGeluBefore>(p, [&](auto known) {
-          grad_of_planes<T, kVector, known.value, form.value><<<grid, kThreads, 0, stream>>>(
-              x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
-              LineStep::of(tensors, kThreads * kVector), tensors.sums);
-        });
-      });
-    }
+    dispatch_form(tensors, in_lines, [&](auto form) {
+      grad_of_planes<T, kVector, known.value, form.value><<<grid, kThreads, 0, stream>>>(
+          x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
+          LineStep::of(tensors, kThreads * kVector), tensors.sums);
+    });
   });
   FUSEDCONV_CUDA("input_gradient", cudaGetLastError());
 }
@@ -160,6 +119,9 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
 
 void input_gradient(GroupNormProblem const& p, GradientTensors const& tensors,
                     GroupTerms const* terms, cudaStream_t stream) {
+  if (p.input_layout == Layout::kChannelsLast) {
+    return input_gradient_of_rows(p, tensors, terms, stream);
+  }
   dispatch_kernel(p, [&](auto zero, auto active) {
     launch<decltype(zero), active.value>(p, tensors, terms, stream);
   });

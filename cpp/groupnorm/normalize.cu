@@ -235,14 +235,14 @@ void launch_planes(GroupNormProblem const& p, T const* input, U* output, Affine 
       FUSEDCONV_CUDA("normalize_small_planes", cudaGetLastError());
       return;
     }
-    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluBefore, kQuickGeluAfter>(
-        p, [&](auto known) {
-          int64_t const bytes = kShares<T, known.value> * kRunBytes;
-          Split const split = split_run(p.pixels, sizeof(T), kVector, bytes);
-          dim3 const grid = device::checked_grid("normalize_planes", planes * split.count);
-          normalize_planes<T, U, vector.value, known.value><<<grid, kThreads, 0, stream>>>(
-              input, output, affine, p.pixels, split.size, split.count);
-        });
+    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluBefore, kQuickGeluAfter,
+                   kQuickSiluBefore, kQuickSiluAfter>(p, [&](auto known) {
+      int64_t const bytes = kShares<T, known.value> * kRunBytes;
+      Split const split = split_run(p.pixels, sizeof(T), kVector, bytes);
+      dim3 const grid = device::checked_grid("normalize_planes", planes * split.count);
+      normalize_planes<T, U, vector.value, known.value>
+          <<<grid, kThreads, 0, stream>>>(input, output, affine, p.pixels, split.size, split.count);
+    });
   });
   FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
 }
@@ -254,16 +254,17 @@ void launch_rows(GroupNormProblem const& p, T const* input, U* output, Affine co
     RowMap const map = RowMap::of(p.input_row_channels(), vector.value);
     int const shared_bytes = map.columns * vector.value * int(sizeof(float4));
     int64_t const least_rows = int64_t(map.rows) * kLoads;
-    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter>(p, [&](auto known) {
-      int64_t const most_rows = least_rows * kShares<T, known.value>;
-      bool const many = p.batch * map.slabs * ceil_div(p.pixels, most_rows) >= kFewestBlocks;
-      int64_t const block_rows = many ? most_rows : least_rows;
-      int64_t const row_blocks = ceil_div(p.pixels, block_rows);
-      dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
-      normalize_rows<T, U, vector.value, known.value><<<grid, kThreads, shared_bytes, stream>>>(
-          input, output, affine, p.input_row_channels(), p.pixels, block_rows, unsigned(row_blocks),
-          map);
-    });
+    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
+        p, [&](auto known) {
+          int64_t const most_rows = least_rows * kShares<T, known.value>;
+          bool const many = p.batch * map.slabs * ceil_div(p.pixels, most_rows) >= kFewestBlocks;
+          int64_t const block_rows = many ? most_rows : least_rows;
+          int64_t const row_blocks = ceil_div(p.pixels, block_rows);
+          dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
+          normalize_rows<T, U, vector.value, known.value><<<grid, kThreads, shared_bytes, stream>>>(
+              input, output, affine, p.input_row_channels(), p.pixels, block_rows,
+              unsigned(row_blocks), map);
+        });
   });
   FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
 }
@@ -277,11 +278,12 @@ void launch_tiles(GroupNormProblem const& p, T const* input, U* output, Affine c
                                          ceil_div(p.channels, Tile::kChannels));
   device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
     if constexpr (vector.value * sizeof(U) <= 16) {
-      dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter>(p, [&](auto known) {
-        normalize_to_channels_first<T, U, vector.value, known.value>
-            <<<grid, device::kTileThreads, 0, stream>>>(
-                input, output, affine, p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
-      });
+      dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
+          p, [&](auto known) {
+            normalize_to_channels_first<T, U, vector.value, known.value>
+                <<<grid, device::kTileThreads, 0, stream>>>(
+                    input, output, affine, p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
+          });
     }
   });
   FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());

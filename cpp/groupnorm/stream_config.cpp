@@ -101,7 +101,7 @@ StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool 
     return config;
   }
   config.set_sizes(p, int(s.run_tiles));
-  config.plane_sums = int(s.run_tiles);
+  config.channel_sums = int(s.run_tiles);
   return config;
 }
 

@@ -133,6 +133,9 @@ class BackwardPlan(Plan):
     pads_lines: bool = False
     #: Whether it reads that gradient, and no padded lines.
     reads_dense: bool = False
+    #: Whether every gradient that it returns is of its tensor's shape and dtype and lies dense as
+    #: an operator promises: others are looked over at each call, and copied where they are not.
+    is_exact: bool = False
 
     def give_padded_lines(self) -> bool:
         """Asks for padded lines where the plan computes the gradient of the convolution's output;
@@ -162,13 +165,14 @@ class JoinedPlan(BackwardPlan):
         self.kernel = " + ".join(plan.kernel for plan in plans)
         self.steps = tuple(step for plan in plans for step in plan.steps)
         self.is_reference = all(plan.is_reference for plan in plans)
+        self.is_exact = all(plan.is_exact for plan in plans)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         found = None
         for plan in self.plans:
             gradients = plan.run(tensors)
             found = gradients if found is None else found.joined(gradients)
-            if gradients.conv_output is not None:
+            if plan is not self.plans[-1] and gradients.conv_output is not None:
                 tensors = BackwardTensors(*tensors[:-1], gradients.conv_output)
         return Gradients() if found is None else found
 

@@ -60,6 +60,10 @@ def computed_gradients(
     input, weight, _, norm_weight, norm_bias = given(*tensors)
     found = run_backward(plan, BackwardTensors(grad, input, weight, *saved, norm_weight, norm_bias))
     gradients: list[Tensor | None] = []
+    if plan.is_exact:
+        for name, tensor, needed in zip(gradient_names, tensors, needs, strict=True):
+            gradients.append(getattr(found, name) if needed and tensor is not None else None)
+        return gradients
     for place, tensor in enumerate(tensors):
         if tensor is None or not needs[place]:
             gradients.append(None)

@@ -447,6 +447,7 @@ def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
 class BoxesGradientsPlan(BackwardPlan):
     """One program; tensors of another layout than it takes are copied first."""
 
+    is_exact = True
     reads_dense = True
 
     def __init__(self, kernel: BoxesGradients, problem: BackwardProblem, device: Device) -> None:

@@ -119,6 +119,7 @@ class DirectGradients(BackwardKernel):
 class DirectGradientsPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
 
+    is_exact = True
     reads_dense = True
 
     kernel = DirectGradients.name

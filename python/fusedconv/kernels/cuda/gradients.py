@@ -59,12 +59,6 @@ def wants_input(problem: BackwardProblem) -> bool:
     return bool(problem.gradients & {"conv_output", "input"})
 
 
-def sums_bias(problem: BackwardProblem) -> bool:
-    """Whether the gradient of the convolution's bias is summed on the way; channels last torch sums
-    it."""
-    return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
-
-
 def supports_epilogue(
     problem: BackwardProblem, device: Device, computes: str, ungrouped: frozenset[str] | None = None
 ) -> Support:
@@ -104,10 +98,19 @@ class GroupNormBackward(BackwardKernel):
         """How the sums are taken; its ``support`` says why they cannot."""
         raise NotImplementedError
 
-    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
-        """Appends what leaves the partial sums and the gradient of the input, in ``lines`` where
-        the operands have any."""
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
+        """Appends what leaves the gradient of the input, in ``lines`` where the operands have any,
+        and where it ``merges`` the sums by channel."""
         raise NotImplementedError
+
+    def sums_bias(self, problem: BackwardProblem) -> bool:
+        """Whether the gradient of the convolution's bias, where it is asked for, is summed on the
+        way; else torch sums it."""
+        raise NotImplementedError
+
+    def sums_after(self, problem: BackwardProblem) -> bool:
+        """Whether torch sums it."""
+        return "bias" in problem.gradients and not self.sums_bias(problem)
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         support = supports_epilogue(problem, device, "GroupNorm")
@@ -130,25 +133,34 @@ class GroupNormBackward(BackwardKernel):
         sample = elements * forward.dtype.itemsize
         groups = 4 * norm.groups(forward.output_channels)
         absent = _C.Operand()
-        totals = None
         lines: dict[str, Any] = {}
-        if padded_lines or sums_bias(problem):
+        sums_bias = self.sums_bias(problem)
+        if forward.output_layout == "nchw" and (padded_lines or sums_bias):
             columns = forward.output_spatial[-1]
             pitch = line_pitch(columns, forward.dtype) if padded_lines else columns
             lines = {"columns": columns, "pitch": pitch}
-        if sums_bias(problem):
-            totals = _C.layout.ChannelSums(
-                batch=forward.batch,
-                channels=forward.output_channels,
-                parts=config.plane_sums,
-                dtype=COMPILED_DTYPES[forward.dtype],
-            )
+        totals = _C.layout.ChannelSums(
+            batch=forward.batch,
+            channels=forward.output_channels,
+            parts=config.channel_sums,
+            dtype=COMPILED_DTYPES[forward.dtype],
+        )
+        if sums_bias:
             lines["sums"] = program.scratch(0, totals.bytes)
         partials = program.scratch(0, config.partial_bytes)
         sums = program.scratch(0, config.sum_bytes)
         terms = program.scratch(0, config.term_bytes)
         weight = program.tensor(NORM_WEIGHT, 0)
         wanted = problem.gradients
+
+        def target(slot: int, name: str) -> Any:
+            return program.tensor(slot, 0) if name in wanted else absent
+
+        affine = {
+            "grad_weight": target(GRAD_NORM_WEIGHT, "norm_weight"),
+            "grad_bias": target(GRAD_NORM_BIAS, "norm_bias"),
+        }
+        has_affine = any(each.present for each in affine.values())
         self._add_steps(
             program,
             config,
@@ -166,14 +178,17 @@ class GroupNormBackward(BackwardKernel):
                 "grad_input": program.tensor(GRAD_INPUT, sample)
                 if wants_input(problem)
                 else absent,
-                "grad_weight": program.tensor(GRAD_NORM_WEIGHT, 0)
-                if "norm_weight" in wanted
-                else absent,
-                "grad_bias": program.tensor(GRAD_NORM_BIAS, 0) if "norm_bias" in wanted else absent,
                 "lines": lines,
             },
+            has_affine,
         )
-        if totals is not None:
+        if has_affine:
+            if sums_bias:
+                affine["channel_sums"] = lines["sums"]
+                affine["parts"] = config.channel_sums
+                affine["grad_conv_bias"] = program.tensor(GRAD_BIAS, 0)
+            program.per_chunk(_C.group_norm.AffineGradients(problem=compiled, sums=sums, **affine))
+        elif sums_bias:
             program.per_chunk(
                 _C.layout.AddSums(
                     "gradient of bias",
@@ -186,16 +201,11 @@ class GroupNormBackward(BackwardKernel):
 
 
 def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
-    """Appends the sums by channel, the groups' terms, and the gradients of weight and bias."""
+    """Appends the sums by channel and the groups' terms."""
     names = ("problem", "weight", "partials", "sums", "terms")
     program.per_chunk(
         _C.group_norm.MergeGradientSums(config, **{name: operands[name] for name in names})
     )
-    if operands["grad_weight"].present or operands["grad_bias"].present:
-        affine = ("problem", "sums", "grad_weight", "grad_bias")
-        program.per_chunk(
-            _C.group_norm.AffineGradients(**{name: operands[name] for name in affine})
-        )
 
 
 #: Of torch's sum by channel, channels last.
@@ -203,16 +213,22 @@ _SUM_PASSES = 2.0
 
 
 def _milliseconds(
-    problem: BackwardProblem, device: Device, launches: float, passes: float, cycles: float
+    problem: BackwardProblem,
+    device: Device,
+    launches: float,
+    passes: float,
+    cycles: float,
+    sums_after: bool,
 ) -> float:
     """``launches``, then the slower of ``passes`` over the tensor and, where an activation's slope
-    is computed, ``cycles`` of a multiprocessor for an element; measured on an H200."""
+    is computed, ``cycles`` of a multiprocessor for an element; measured on an H200. ``sums_after``:
+    torch sums the bias's gradient."""
     forward = problem.forward
     elements = forward.output_elements
     memory = device.copy_milliseconds(passes * elements * forward.dtype.itemsize)
     slopes = elements * cycles / (max(1, device.multiprocessors) * device.clock_hertz) * 1e3
     work = max(memory, slopes) if forward.activations else memory
-    if "bias" in problem.gradients and not sums_bias(problem):
+    if sums_after:
         work += device.copy_milliseconds(_SUM_PASSES * elements * forward.dtype.itemsize)
     return launches * device.launch_milliseconds + work
 
@@ -228,7 +244,10 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
     def _config(self, problem: BackwardProblem, device: Device) -> Any:
         return _C.group_norm.gradient_sums_config(compiled_problem(problem))
 
-    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
+    def sums_bias(self, problem: BackwardProblem) -> bool:
+        return "bias" in problem.gradients and wants_input(problem)
+
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
         read = {name: operands[name] for name in _READ}
         program.per_chunk(_C.group_norm.GradientSums(config, **read, partials=operands["partials"]))
         _merge(program, config, operands)
@@ -252,7 +271,8 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         # It takes two blocks a multiprocessor to load the memory fully.
         busy = min(1.0, blocks / max(1, 2 * device.multiprocessors))
         passes = (5.0 if wants_input(problem) else 2.0) / busy
-        return _milliseconds(problem, device, 5, passes, 1.3 if planes else 1.8)
+        cycles = 1.3 if planes else 1.8
+        return _milliseconds(problem, device, 4, passes, cycles, self.sums_after(problem))
 
 
 class GroupNormBackwardStreamed(GroupNormBackward):
@@ -270,7 +290,10 @@ class GroupNormBackwardStreamed(GroupNormBackward):
             return Support.no("computes the input's gradient, which is not asked for")
         return super().supports(problem, device)
 
-    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any]) -> None:
+    def sums_bias(self, problem: BackwardProblem) -> bool:
+        return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
+
+    def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
         program.per_chunk(
             _C.group_norm.StreamedGradients(
                 config,
@@ -280,15 +303,17 @@ class GroupNormBackwardStreamed(GroupNormBackward):
                 partials=operands["partials"],
             )
         )
-        if operands["grad_weight"].present or operands["grad_bias"].present:
+        if merges:
             _merge(program, config, operands)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
-        return _milliseconds(problem, device, 7, 3.5, 1.7)
+        return _milliseconds(problem, device, 7, 3.5, 1.7, self.sums_after(problem))
 
 
 class GroupNormBackwardPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
+
+    is_exact = True
 
     def __init__(self, kernel: GroupNormBackward, problem: BackwardProblem, device: Device) -> None:
         forward = problem.forward
@@ -301,7 +326,7 @@ class GroupNormBackwardPlan(BackwardPlan):
         self._channels = forward.output_channels
         assert forward.norm is not None
         self._affine_dtype = forward.norm.affine_dtype or torch.float32
-        self._sums_after = "bias" in problem.gradients and not sums_bias(problem)
+        self._sums_after = kernel.sums_after(problem)
         self._build(padded_lines=False)
 
     def _build(self, *, padded_lines: bool) -> None:

@@ -136,6 +136,7 @@ def _copies(problem: BackwardProblem) -> tuple[str, ...]:
 class UngroupedBackwardPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
 
+    is_exact = True
     kernel = UngroupedBackward.name
 
     def __init__(self, problem: BackwardProblem, device: Device) -> None:
@@ -222,6 +223,7 @@ class UngroupedBackwardPlan(BackwardPlan):
 class UngroupedBiasPlan(BackwardPlan):
     """One program, over the convolution's output gradient in the forward output's layout."""
 
+    is_exact = True
     reads_dense = True
 
     kernel = UngroupedBias.name

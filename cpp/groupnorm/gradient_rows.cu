@@ -1,0 +1,248 @@
+// Gradients channels last: a thread keeps its channels and goes down the rows.
+#include <type_traits>
+
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+#include "groupnorm/gradient_device.hpp"
+#include "groupnorm/gradient_rows.hpp"
+#include "groupnorm/launch.hpp"
+#include "groupnorm/partition.hpp"
+
+namespace fusedconv::groupnorm {
+namespace {
+
+using device::Pack;
+
+// Where a thread is: block (row block, slab) of a sample.
+struct Place {
+  int64_t sample, row_block, row, end;
+  int map_row, column, slab, channel;
+
+  __device__ __forceinline__ Place(RowMap const& map, int vector, int64_t pixels,
+                                   int64_t block_rows, int row_blocks, int channels)
+      : sample(blockIdx.x / row_blocks),
+        row_block(blockIdx.x % row_blocks),
+        map_row(int(threadIdx.x) / map.columns),
+        column(int(threadIdx.x) % map.columns),
+        slab(int(blockIdx.y) * map.columns * vector),
+        channel(slab + column * vector) {
+    row = row_block * block_rows + map_row;
+    bool const serves = map_row < map.rows && channel < channels;
+    end = serves ? min(pixels, (row_block + 1) * block_rows) : 0;
+  }
+};
+
+// Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first
+// on, with what comes next under way.
+template <int kVector, class T, class F>
+__device__ __forceinline__ void for_each_row(T const* input, T const* grad, Place const& place,
+                                             int step, int64_t channels, F&& body) {
+  struct Loaded {
+    Pack<T, kVector> input[kRowsAhead], grad[kRowsAhead];
+  } next;
+  int64_t row = place.row;
+  auto const load = [&](int64_t first) {
+#pragma unroll
+    for (int j = 0; j < kRowsAhead; ++j) {
+      if (first + j * step >= place.end) continue;
+      int64_t const at = (first + j * step) * channels;
+      next.input[j] = Pack<T, kVector>::load(input + at);
+      next.grad[j] = Pack<T, kVector>::load(grad + at);
+    }
+  };
+  load(row);
+#pragma unroll 1
+  while (row < place.end) {
+    Loaded const loaded = next;
+    load(row + kRowsAhead * step);
+#pragma unroll
+    for (int j = 0; j < kRowsAhead; ++j) {
+      if (row + j * step < place.end) body(row + j * step, loaded.input[j], loaded.grad[j]);
+    }
+    row += kRowsAhead * step;
+  }
+}
+
+// Fills table, [kVector][map.columns], with entry(channel) of the slab's channels: each is read
+// once by a block, and without conflicts between banks by its threads.
+template <int kVector, class Entry, class F>
+__device__ __forceinline__ void fill_table(Entry* table, RowMap const& map, int slab, int channels,
+                                           F&& entry) {
+  for (int c = int(threadIdx.x); c < map.columns * kVector; c += kThreads) {
+    if (slab + c < channels) table[c % kVector * map.columns + c / kVector] = entry(slab + c);
+  }
+}
+
+__device__ __forceinline__ float4 entry_of(Channel const& channel) {
+  return make_float4(channel.mean, channel.rstd, channel.weight, channel.bias);
+}
+__device__ __forceinline__ Channel channel_of(float4 const& entry) {
+  return {entry.x, entry.y, entry.z, entry.w};
+}
+
+// Adds each column's values over the rows of the map, [map.rows][width], in a fixed order; the
+// first row has the totals then.
+template <class V, class F>
+__device__ __forceinline__ void add_rows(V* values, int rows, int width, F&& add) {
+  for (int count = rows; count > 1;) {
+    int const half = (count + 1) / 2;
+    __syncthreads();
+    for (int i = int(threadIdx.x); i < (count - half) * width; i += kThreads) {
+      add(values[i], values[half * width + i]);
+    }
+    count = half;
+  }
+  __syncthreads();
+}
+
+// Partial sums [sample, row block, channel].
+template <class T, int kVector, int kKnown>
+__global__ void __launch_bounds__(kThreads, 2)
+    sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
+                 int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
+                 float2* __restrict__ partials) {
+  extern __shared__ float4 shared[];  // the table, then sums, [map.rows][width]
+  Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
+  int const width = map.columns * kVector;
+  fill_table<kVector>(shared, map, place.slab, affine.channels, [&](int channel) {
+    return entry_of(Channel::of(affine, place.sample, channel));
+  });
+  __syncthreads();
+  Channel channels[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v)
+    channels[v] = channel_of(shared[v * map.columns + place.column]);
+  __syncthreads();
+  float2 sums[kVector] = {};
+  int64_t const base = place.sample * pixels * affine.channels + place.channel;
+  for_each_row<kVector>(input + base, grad + base, place, map.rows, affine.channels,
+                        [&](int64_t, auto const& px, auto const& pg) {
+                          Point points[kVector];
+                          points_of<kKnown>(
+                              px, pg, [&](int v) { return channels[v]; }, affine, points);
+#pragma unroll
+                          for (int v = 0; v < kVector; ++v) {
+                            sums[v].x += points[v].gradient;
+                            sums[v].y = fmaf(points[v].gradient, points[v].normalized, sums[v].y);
+                          }
+                        });
+  auto* const totals = reinterpret_cast<float2*>(shared);
+  if (place.map_row < map.rows) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      totals[place.map_row * width + place.column * kVector + v] = sums[v];
+    }
+  }
+  add_rows(totals, map.rows, width, [](float2& a, float2 const& b) {
+    a.x += b.x;
+    a.y += b.y;
+  });
+  int64_t const first = (place.sample * row_blocks + place.row_block) * affine.channels;
+  for (int i = int(threadIdx.x); i < width; i += kThreads) {
+    if (place.slab + i < affine.channels) partials[first + place.slab + i] = totals[i];
+  }
+}
+
+// sums, if any, [sample, channel, row block], of what is stored.
+template <class T, int kVector, int kKnown, bool kSums>
+__global__ void __launch_bounds__(kThreads, 2)
+    grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
+                 GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
+                 int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {
+  extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
+  Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
+  int const width = map.columns * kVector;
+  auto* const groups = reinterpret_cast<GroupTerms*>(shared + width);
+  fill_table<kVector>(shared, map, place.slab, affine.channels, [&](int channel) {
+    return entry_of(Channel::of(affine, place.sample, channel));
+  });
+  fill_table<kVector>(groups, map, place.slab, affine.channels, [&](int channel) {
+    return terms[place.sample * affine.groups + channel / affine.channels_per_group];
+  });
+  __syncthreads();
+  Channel channels[kVector];
+  GroupTerms own[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    channels[v] = channel_of(shared[v * map.columns + place.column]);
+    own[v] = groups[v * map.columns + place.column];
+  }
+  [[maybe_unused]] float totals[kVector] = {};
+  int64_t const base = place.sample * pixels * affine.channels + place.channel;
+  for_each_row<kVector>(input + base, grad + base, place, map.rows, affine.channels,
+                        [&](int64_t row, auto const& px, auto const& pg) {
+                          auto const result = grad_input_of<kKnown>(
+                              px, pg, [&](int v) { return channels[v]; },
+                              [&](int v) { return own[v]; }, affine);
+                          result.store(output + base + row * affine.channels);
+                          if constexpr (kSums) {
+#pragma unroll
+                            for (int v = 0; v < kVector; ++v)
+                              totals[v] += device::to_float(result.values[v]);
+                          }
+                        });
+  if constexpr (kSums) {
+    auto* const rows = reinterpret_cast<float*>(shared);
+    __syncthreads();
+    if (place.map_row < map.rows) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        rows[place.map_row * width + place.column * kVector + v] = totals[v];
+      }
+    }
+    add_rows(rows, map.rows, width, [](float& a, float b) { a += b; });
+    for (int i = int(threadIdx.x); i < width; i += kThreads) {
+      int64_t const channel = place.slab + i;
+      if (channel >= affine.channels) continue;
+      sums[(place.sample * affine.channels + channel) * row_blocks + place.row_block] = rows[i];
+    }
+  }
+}
+
+}  // namespace
+
+void sum_gradients_of_rows(GroupNormProblem const& p, GradientTensors const& tensors,
+                           GradientSum* partials, cudaStream_t stream) {
+  GradientAffine const affine = gradient_affine_of(p, tensors);
+  Split const split = split_gradients(p);
+  dispatch_kernel(p, [&](auto zero, auto active) {
+    using T = decltype(zero);
+    dispatch_gradients<T, active.value>(p, tensors, true, [&](auto vector, auto known) {
+      RowMap const map = RowMap::of(p.channels, vector.value);
+      dim3 const grid = device::checked_grid("sums_of_rows", p.batch * split.count, map.slabs);
+      int const width = map.columns * vector.value;
+      int const shared = width * std::max(int(sizeof(float4)), map.rows * int(sizeof(GradientSum)));
+      sums_of_rows<T, vector.value, known.value><<<grid, kThreads, shared, stream>>>(
+          static_cast<T const*>(tensors.input), static_cast<T const*>(tensors.grad_output), affine,
+          p.pixels, split.size, split.count, map, partials);
+    });
+  });
+  FUSEDCONV_CUDA("sums_of_rows", cudaGetLastError());
+}
+
+void input_gradient_of_rows(GroupNormProblem const& p, GradientTensors const& tensors,
+                            GroupTerms const* terms, cudaStream_t stream) {
+  FUSEDCONV_CHECK(tensors.columns == 0, "input_gradient: columns: got ", tensors.columns,
+                  " for a tensor that is channels last");
+  GradientAffine const affine = gradient_affine_of(p, tensors);
+  Split const split = split_gradient_rows(p);
+  dispatch_kernel(p, [&](auto zero, auto active) {
+    using T = decltype(zero);
+    dispatch_gradients<T, active.value>(p, tensors, true, [&](auto vector, auto known) {
+      RowMap const map = RowMap::of(p.channels, vector.value);
+      dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
+      int const width = map.columns * vector.value;
+      int const tables = int(sizeof(float4) + sizeof(GroupTerms));
+      int const shared = width * std::max(tables, map.rows * int(sizeof(float)));
+      device::dispatch_bool(tensors.sums != nullptr, [&](auto sums) {
+        grad_of_rows<T, vector.value, known.value, sums.value><<<grid, kThreads, shared, stream>>>(
+            static_cast<T const*>(tensors.input), static_cast<T const*>(tensors.grad_output),
+            static_cast<T*>(tensors.grad_input), affine, terms, p.pixels, split.size, split.count,
+            map, tensors.sums);
+      });
+    });
+  });
+  FUSEDCONV_CUDA("grad_of_rows", cudaGetLastError());
+}
+
+}  // namespace fusedconv::groupnorm

@@ -32,34 +32,30 @@ struct Place {
   }
 };
 
-// Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first
-// on, with what comes next under way.
+// Blocks of a multiprocessor: what their threads then load at a time, without spilling, is what
+// memory likes best. Loading the next rows while computing takes registers and is slower.
+template <class T>
+constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
+
+// Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first on.
 template <int kVector, class T, class F>
 __device__ __forceinline__ void for_each_row(T const* input, T const* grad, Place const& place,
                                              int step, int64_t channels, F&& body) {
-  struct Loaded {
-    Pack<T, kVector> input[kRowsAhead], grad[kRowsAhead];
-  } next;
-  int64_t row = place.row;
-  auto const load = [&](int64_t first) {
-#pragma unroll
-    for (int j = 0; j < kRowsAhead; ++j) {
-      if (first + j * step >= place.end) continue;
-      int64_t const at = (first + j * step) * channels;
-      next.input[j] = Pack<T, kVector>::load(input + at);
-      next.grad[j] = Pack<T, kVector>::load(grad + at);
-    }
-  };
-  load(row);
+  constexpr int kAhead = rows_ahead(sizeof(T));
 #pragma unroll 1
-  while (row < place.end) {
-    Loaded const loaded = next;
-    load(row + kRowsAhead * step);
+  for (int64_t row = place.row; row < place.end; row += kAhead * step) {
+    Pack<T, kVector> inputs[kAhead], grads[kAhead];
 #pragma unroll
-    for (int j = 0; j < kRowsAhead; ++j) {
-      if (row + j * step < place.end) body(row + j * step, loaded.input[j], loaded.grad[j]);
+    for (int j = 0; j < kAhead; ++j) {
+      if (row + j * step >= place.end) continue;
+      int64_t const at = (row + j * step) * channels;
+      inputs[j] = Pack<T, kVector>::load(input + at);
+      grads[j] = Pack<T, kVector>::load(grad + at);
     }
-    row += kRowsAhead * step;
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (row + j * step < place.end) body(row + j * step, inputs[j], grads[j]);
+    }
   }
 }
 
@@ -97,7 +93,7 @@ __device__ __forceinline__ void add_rows(V* values, int rows, int width, F&& add
 
 // Partial sums [sample, row block, channel].
 template <class T, int kVector, int kKnown>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident<T>)
     sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
@@ -145,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // sums, if any, [sample, channel, row block], of what is stored.
 template <class T, int kVector, int kKnown, bool kSums>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident<T>)
     grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                  GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {

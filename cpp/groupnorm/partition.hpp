@@ -59,24 +59,26 @@ inline Split split_planes(GroupNormProblem const& p, bool lines) {
   return split_run(p.pixels, bytes, 16 / bytes, lines ? kLinesRunBytes : kRunBytes);
 }
 
-// Rows of gradients that a thread loads at a time, and others while it computes on them.
-inline constexpr int kRowsAhead = 2;
+// Rows of gradients that a thread loads at a time.
+constexpr int rows_ahead(int64_t element_bytes) { return element_bytes == 2 ? 4 : 2; }
+// Of them, per block of the pass that stores gradients.
+inline constexpr int64_t kGradientRowsBytes = 64 << 10;
 // Blocks that load the memory fully, in a pass over rows of gradients.
 inline constexpr int64_t kFullBlocks = 528;
 
 // Of rows of channels, in a pass over gradients that blocks of `bytes` serve best: fewer where
 // that leaves multiprocessors without work.
 inline Split split_rows_of_gradients(GroupNormProblem const& p, int64_t bytes) {
-  int64_t const row = p.channels * size_of(p.dtype);
-  int const vector = int(16 / size_of(p.dtype));
+  int64_t const size = size_of(p.dtype), row = p.channels * size;
+  int const vector = int(16 / size);
   int const rows = RowMap::of(p.channels, p.channels % vector == 0 ? vector : 1).rows;
   while (bytes > kRunBytes && p.batch * p.pixels * row < kFullBlocks * bytes) bytes /= 2;
-  return split_run(p.pixels, row, rows * kRowsAhead, bytes);
+  return split_run(p.pixels, row, rows * rows_ahead(size), bytes);
 }
 
 // The same, of the pass that stores gradients.
 inline Split split_gradient_rows(GroupNormProblem const& p) {
-  return split_rows_of_gradients(p, kLinesRunBytes);
+  return split_rows_of_gradients(p, kGradientRowsBytes);
 }
 
 // Of a plane, or of rows of channels, in the pass that sums gradients.

@@ -17,7 +17,7 @@ from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
-from fusedconv.problem import ActNormAct, BackwardProblem, act_norm_act
+from fusedconv.problem import ActNormAct, BackwardProblem, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
 # Slots of the pointers that a program of gradients gets, in this order.
@@ -233,6 +233,17 @@ def _milliseconds(
     return launches * device.launch_milliseconds + work
 
 
+def _is_compiled_in(forward: ForwardProblem) -> bool:
+    """Whether kernels in two passes need not call what the activations are: where there is none, or
+    one that is a ReLU, or GELU or SiLU in their quick forms."""
+    if len(forward.activations) != 1:
+        return not forward.activations
+    name = forward.activations[0].name
+    is_tf32 = forward.conv is not None and forward.precision == "tf32"
+    is_quick = forward.dtype.itemsize == 2 or is_tf32
+    return name == "relu" or (is_quick and name in ("gelu", "silu"))
+
+
 _READ = ("problem", "input", "grad_output", "mean", "rstd", "weight", "bias")
 
 
@@ -270,8 +281,13 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         blocks = forward.batch * (forward.output_channels if planes else 1) * splits
         # It takes two blocks a multiprocessor to load the memory fully.
         busy = min(1.0, blocks / max(1, 2 * device.multiprocessors))
-        passes = (5.0 if wants_input(problem) else 2.0) / busy
-        cycles = 1.3 if planes else 1.8
+        passes = 2.0
+        if wants_input(problem):
+            passes = 5.0 if planes else 6.2
+        passes /= busy
+        cycles = 0.0
+        if not _is_compiled_in(forward):
+            cycles = 1.3 if planes else 1.8
         return _milliseconds(problem, device, 4, passes, cycles, self.sums_after(problem))
 
 

@@ -38,13 +38,14 @@ template <class T>
 constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
 
 // Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first on.
+// Loads are behind the bodies of the rows before: in front of their own the compiler would move
+// them there, one by one.
 template <int kVector, class T, class F>
 __device__ __forceinline__ void for_each_row(T const* input, T const* grad, Place const& place,
                                              int step, int64_t channels, F&& body) {
   constexpr int kAhead = rows_ahead(sizeof(T));
-#pragma unroll 1
-  for (int64_t row = place.row; row < place.end; row += kAhead * step) {
-    Pack<T, kVector> inputs[kAhead], grads[kAhead];
+  Pack<T, kVector> inputs[kAhead], grads[kAhead];
+  auto const load = [&](int64_t row) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (row + j * step >= place.end) continue;
@@ -52,10 +53,17 @@ __device__ __forceinline__ void for_each_row(T const* input, T const* grad, Plac
       inputs[j] = Pack<T, kVector>::load(input + at);
       grads[j] = Pack<T, kVector>::load(grad + at);
     }
+  };
+  int64_t row = place.row;
+  load(row);
+#pragma unroll 1
+  while (row < place.end) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (row + j * step < place.end) body(row + j * step, inputs[j], grads[j]);
     }
+    row += kAhead * step;
+    load(row);
   }
 }
 

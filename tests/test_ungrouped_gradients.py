@@ -141,15 +141,15 @@ def test_the_bias_alone_is_summed(layout):
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 8), (128, 100)])
-def test_channels_last_the_bias_is_summed_behind_group_norm(batch, length):
-    """Where the gradient through GroupNorm sums nothing on its way, and launches do not decide."""
+def test_channels_last_the_bias_is_summed_on_the_way_through_group_norm(batch, length):
     whole = forward("group", "nhwc", 64, batch=batch, spatial=(length, length))
     explanation = explained(backward_problem(whole), device=H200)[0]
     parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
-    assert (parts["bias"] == "ungrouped_bias") == (batch > 1)
-    if batch > 1:
-        assert "sums of the output's gradient by channel (nhwc)" in explanation.steps
-        assert not any("torch copy" in step for step in explanation.steps)
+    assert parts["bias"] == parts["epilogue"] == "groupnorm_backward_two_pass"
+    through = next(step for step in explanation.steps if step.startswith("gradient through"))
+    assert through.endswith("(nhwc), + sums by channel")
+    assert "gradients of norm weight, norm bias, bias" in explanation.steps
+    assert not any(step.startswith("torch") for step in explanation.steps)
 
 
 def test_planes_of_a_few_pixels_cost_their_blocks():

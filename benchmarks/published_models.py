@@ -371,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_writable(arguments.output)
     clock = Clock(device, arguments.seconds, 3)
     head = header(device_facts(device, device.index), arguments.commit, {}, METHOD)
+    stamp = f"{head['date']} {head['commit']}"
     records: list[dict[str, Any]] = []
     for name in arguments.models:
         for precision in precisions:
@@ -385,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         )  # fmt: skip
                     except MissingPackageError as missing:
                         raise SystemExit(f"{name}: {missing}") from None
+                found = [{**record, "run": stamp} for record in found]
                 records += found
                 if arguments.output is not None:
                     write(arguments.output, head, found)

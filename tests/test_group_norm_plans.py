@@ -176,6 +176,19 @@ def test_gradients_are_streamed_where_the_tensor_is_large():
     assert chosen(large, 80) == ["groupnorm_backward_two_pass"]
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_activations_that_are_compiled_in_cost_no_calls(layout):
+    kernel = kernel_named("groupnorm_backward_two_pass")
+
+    def cost(activation, dtype=torch.bfloat16):
+        asked = norm_alone((16, 64, 128, 128), 8, dtype, layout, activation=activation, save=True)
+        return kernel.cost(of_pass("backward", asked), KNOWN[90])
+
+    for known in ("relu", "gelu", "silu"):
+        assert cost(known) == cost("identity") < cost("gelu_tanh")
+    assert cost("gelu", torch.float32) == cost("gelu_tanh", torch.float32)  # no quick form
+
+
 def test_gradients_of_weight_and_bias_alone_are_not_streamed():
     affine = group_norm_stage(8)
     large = norm_alone((112, 64, 512, 512), 8, torch.float32, norm=affine, save=True)

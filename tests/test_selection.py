@@ -241,6 +241,16 @@ def tensors(**changes):
     return BackwardTensors(**{**fields, "grad_output": torch.ones(1), **changes})
 
 
+def test_plans_are_exact_together_only():
+    """Else what one of them returns is looked over."""
+    loose = ToyBackward("loose", ["input"]).compile(BACKWARD.part(("input",)), HERE)
+    exact = ToyBackward("exact", ["weight"]).compile(BACKWARD.part(("weight",)), HERE)
+    exact.is_exact = True
+    assert not loose.is_exact
+    assert not JoinedPlan([exact, loose]).is_exact
+    assert JoinedPlan([exact, exact]).is_exact
+
+
 def test_a_plan_of_several_kernels_joins_what_they_find(registered):
     given = {name: torch.randn(2) for name in ("conv_output", "norm_weight", "input", "weight")}
     first = ToyBackward(

@@ -117,6 +117,35 @@ def hooked(name: str, child: nn.Module) -> str | None:
     return None
 
 
+def any_hooked_within(module: nn.Module) -> bool:
+    """Whether ``hooked`` says anything of a module within ``module``. Asked for at each call of a
+    model, so that it looks at what hooks are kept in itself."""
+    inner = [each for each in module._modules.values() if each is not None]
+    if inner and (
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    ):
+        return True
+    seen = set(inner)
+    for each in inner:  # which grows
+        state = each.__dict__
+        if (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or "forward" in state
+        ):
+            return True
+        for below in state["_modules"].values():
+            if below is not None and below not in seen:
+                seen.add(below)
+                inner.append(below)
+    return False
+
+
 def _only_parametrized(child: Any, expected: type[nn.Module]) -> bool:
     """Whether torch.nn.utils.parametrize made the child's class from ``expected``."""
     return (

@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.fx import _symbolic_trace as symbolic_trace
 
-from fusedconv.composing import hooked
+from fusedconv.composing import any_hooked_within
 from fusedconv.conversion.classes import Converted, original_type
 from fusedconv.conversion.graphs import Found, Rewriting, logger, rewrite
 from fusedconv.conversion.modules import Chain, flattened, is_sequence
@@ -128,18 +128,6 @@ def forget(module: nn.Module) -> None:
     _captures.pop(module, None)
 
 
-def _calls_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module within ``module`` does more than its class's forward."""
-    inner = dict.fromkeys(module._modules.values())
-    while inner:
-        each, _ = inner.popitem()
-        if each is not None:
-            if hooked("", each) is not None:
-                return True
-            inner.update(dict.fromkeys(each._modules.values()))
-    return False
-
-
 class ConvertedForward(Converted):
     """A module whose forward runs as the graphs that torch.compile makes of it, with the chains in
     them replaced. Where somebody else follows the code (torch.compile around it, export, a tracer,
@@ -164,7 +152,7 @@ class ConvertedForward(Converted):
                 is_watched()
                 or _is_symbolic_tracing()
                 or "_is_replica" in self.__dict__
-                or _calls_hooks(self)
+                or any_hooked_within(self)
             ):
                 return original.forward(self, *args, **kwargs)
             capture = _captures.get(self)

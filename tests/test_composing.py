@@ -435,3 +435,49 @@ def test_symbolic_traces_call_the_functions(name):
     kinds = {node.op for node in traced.graph.nodes}
     assert "call_function" in kinds and "call_module" not in kinds
     assert torch.equal(traced(x), model(x))
+
+
+# ---- hooks within a model ------------------------------------------------------------------------
+
+
+def tree():
+    """Modules in lists, one of them in two places, and one that holds the whole."""
+    shared = nn.ReLU()
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1), shared), nn.ModuleList([shared]), None)
+    model[1].append(nn.Sequential(nn.GroupNorm(1, 1)))
+    model[1][1].whole = model
+    return model
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda *_: None),
+    "forward_pre": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "backward_pre": lambda module: module.register_full_backward_pre_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("place", ["0.0", "1.0", "1.1.0"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_within_a_model_are_found_and_no_others(kind, place):
+    model = nn.Sequential(tree())
+    assert not composing.any_hooked_within(model)
+    handle = HOOKS[kind](model[0].get_submodule(place))
+    assert composing.any_hooked_within(model)
+    handle.remove()
+    assert not composing.any_hooked_within(model)
+    handle = HOOKS[kind](model)  # its own is nobody's within
+    assert not composing.any_hooked_within(model)
+    handle.remove()
+
+
+def test_a_forward_of_its_own_and_hooks_on_all_modules_are_found():
+    model = nn.Sequential(tree())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert composing.any_hooked_within(model)
+    assert not composing.any_hooked_within(nn.ReLU())
+    handle.remove()
+    assert not composing.any_hooked_within(model)
+    inner = model[0][1][1][0]
+    inner.forward = inner.forward
+    assert composing.any_hooked_within(model)

@@ -449,7 +449,8 @@ def tree():
     return model
 
 
-HOOKS = {
+# They change nothing, so that only their being there is seen.
+QUIET_HOOKS = {
     "forward": lambda module: module.register_forward_hook(lambda *_: None),
     "forward_pre": lambda module: module.register_forward_pre_hook(lambda *_: None),
     "backward": lambda module: module.register_full_backward_hook(lambda *_: None),
@@ -458,15 +459,15 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("place", ["0.0", "1.0", "1.1.0"])
-@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("kind", QUIET_HOOKS)
 def test_hooks_within_a_model_are_found_and_no_others(kind, place):
     model = nn.Sequential(tree())
     assert not composing.any_hooked_within(model)
-    handle = HOOKS[kind](model[0].get_submodule(place))
+    handle = QUIET_HOOKS[kind](model[0].get_submodule(place))
     assert composing.any_hooked_within(model)
     handle.remove()
     assert not composing.any_hooked_within(model)
-    handle = HOOKS[kind](model)  # its own is nobody's within
+    handle = QUIET_HOOKS[kind](model)  # its own is nobody's within
     assert not composing.any_hooked_within(model)
     handle.remove()
 

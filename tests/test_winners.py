@@ -17,6 +17,7 @@ from processes import python
 
 from fusedconv import benchmark, selection, tuning, winners
 from fusedconv.cli import main
+from fusedconv.describing import described
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.winners import Winner
 
@@ -91,14 +92,14 @@ def test_a_processors_winner_is_of_its_threads(threads):
 def test_a_key_is_the_same_in_every_process():
     """Sets of strings have another order in each."""
     script = (
-        "from test_winners import BACKWARD; from fusedconv import winners;"
-        "print(winners._described(BACKWARD))"
+        "from test_winners import BACKWARD; from fusedconv.describing import described;"
+        "print(described(BACKWARD))"
     )
     printed = {
         python("-c", script, path=Path(__file__).parent, PYTHONHASHSEED=seed).stdout
         for seed in ("1", "2")
     }
-    assert printed == {f"{winners._described(BACKWARD)}\n"}
+    assert printed == {f"{described(BACKWARD)}\n"}
 
 
 # ---- what is not believed ------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from fusedconv.problem import (
     ForwardProblem,
     Residual,
 )
-from fusedconv.recording import Composition
+from fusedconv.recording import Composition, record_problems
 from fusedconv.registry import Registry
 from fusedconv.selection import clear_cache
 from fusedconv.support import Support
@@ -86,5 +86,6 @@ __all__ = [
     "explain",
     "functional",
     "models",
+    "record_problems",
     "revert",
 ]

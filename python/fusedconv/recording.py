@@ -1,15 +1,21 @@
-"""What a call consists of, for ``fusedconv.explain``: problems, and modules that compose."""
+"""What calls consist of, for ``fusedconv.explain`` and ``fusedconv.record_problems``: problems, and
+modules that compose."""
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from fusedconv.describing import described
 from fusedconv.device import Device
 from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
+from fusedconv.replacing import check_replaceable, replacing
 
 
 class Call(NamedTuple):
@@ -84,3 +90,30 @@ class _Record(threading.local):
 
 
 record = _Record()
+
+
+@contextmanager
+def record_problems(file: str | os.PathLike[str] | None = None) -> Iterator[list[Problem]]:
+    """Notes the problems of the calls within it, forward and backward: what ``fusedconv tune`` can
+    tune before a model is used, and ``fusedconv bench --kernels all`` can time.
+
+    Gives a list that holds them, each once in the order of the calls, when the context ends;
+    ``file`` then is replaced by one of them, a JSON object a line, for those commands. It holds for
+    calls of this thread and their backward passes. Raises OSError where the file cannot be written,
+    before anything is called.
+    """
+    path = None if file is None else Path(file)
+    if path is not None:
+        check_replaceable(path)
+    found: list[Problem] = []
+    with record.recording() as calls:
+        yield found
+    noted = dict.fromkeys(
+        (call.problem, call.device.type) for call in calls if isinstance(call, Call)
+    )
+    found += dict.fromkeys(problem for problem, _ in noted)
+    if path is not None:
+        with replacing(path) as lines:
+            for problem, device in noted:
+                line = {"summary": str(problem), "device": device, "problem": described(problem)}
+                lines.write(json.dumps(line) + "\n")

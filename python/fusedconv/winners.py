@@ -25,8 +25,8 @@ import platformdirs
 import torch
 
 from fusedconv import _C
+from fusedconv.describing import described
 from fusedconv.device import PROCESSOR, Device, processor_name
-from fusedconv.precision import dtype_name
 from fusedconv.problem import Problem
 from fusedconv.replacing import replacing, target
 
@@ -81,20 +81,6 @@ def _key(problem: object, device: str, versions: Mapping[str, str | None]) -> st
 # ---- what tells entries apart --------------------------------------------------------------------
 
 
-def _described(value: Any) -> Any:
-    """A problem in JSON's types, equal for equal problems in every process."""
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: _described(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"type": type(value).__name__, **fields}
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, frozenset):
-        return sorted(value)
-    if isinstance(value, tuple):
-        return [_described(each) for each in value]
-    return value
-
-
 def _device_name(device: Device) -> str:
     """A processor's name is with its threads, by which kernels differ."""
     if device == PROCESSOR:
@@ -120,7 +106,7 @@ def _versions(device: Device) -> dict[str, str | None]:
 
 def entry(problem: Problem, device: Device, winner: Winner) -> Entry:
     """What is kept of a problem's winner, with the versions of this process."""
-    return Entry(_described(problem), _device_name(device), _versions(device), str(problem), winner)
+    return Entry(described(problem), _device_name(device), _versions(device), str(problem), winner)
 
 
 # ---- the schema ----------------------------------------------------------------------------------
@@ -274,7 +260,7 @@ def kept(problem: Problem, device: Device) -> Winner | None:
     known = entries()
     if not known:
         return None
-    found = known.get(_key(_described(problem), _device_name(device), _versions(device)))
+    found = known.get(_key(described(problem), _device_name(device), _versions(device)))
     return None if found is None else found.winner
 
 

@@ -1,4 +1,4 @@
-"""Files of shapes: problems, a line each."""
+"""Files of shapes and of recorded problems, a line each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import click
 import torch
 
 from fusedconv.cli.explain import explain, problems
+from fusedconv.describing import problem_of
+from fusedconv.hypothetical import checked
 from fusedconv.problem import Problem
 
 #: Options of ``explain`` that are not a problem's: the command that reads the file has a device.
@@ -39,6 +41,20 @@ def _options(fields: dict[str, Any]) -> list[str]:
     return arguments
 
 
+def _recorded(fields: dict[str, Any], device: torch.device) -> Problem:
+    """A line of ``fusedconv.record_problems``."""
+    expected = {"summary", "device", "problem"}
+    if set(fields) != expected:
+        names = ", ".join(sorted(expected))
+        raise ValueError(f"got the fields {', '.join(fields)}, expected {names}")
+    problem = problem_of(fields["problem"])
+    if fields["device"] != device.type:
+        raise ValueError(
+            f"device: got {fields['device']!r}, where it was recorded, expected {device.type!r}"
+        )
+    return checked(problem, device.type)
+
+
 def _lines(path: Path, hint: str) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
@@ -48,8 +64,9 @@ def _lines(path: Path, hint: str) -> list[str]:
 
 def problems_of_file(path: Path, device: torch.device, hint: str) -> list[Problem]:
     """The different problems that a file describes on a device; each line is a JSON object of
-    ``explain``'s options but those of the device. Raises click.BadParameter where one is not, or
-    where there is none, for the parameter that ``hint`` names."""
+    ``explain``'s options but those of the device, or one that ``fusedconv.record_problems`` has
+    written. Raises click.BadParameter where one is not, or where there is none, for the parameter
+    that ``hint`` names."""
     found: dict[Problem, None] = {}
     for number, line in enumerate(_lines(path, hint), 1):
         if not line.strip():
@@ -58,10 +75,16 @@ def problems_of_file(path: Path, device: torch.device, hint: str) -> list[Proble
             fields = json.loads(line)
             if not isinstance(fields, dict):
                 raise ValueError(f"got {fields!r}, expected an object")
+            if "problem" in fields:
+                found[_recorded(fields, device)] = None
+                continue
             arguments = [*_options(fields), "--device", device.type]
             with explain.make_context("explain", arguments) as context:
                 found |= dict.fromkeys(problems(context, **context.params))
-        except (ValueError, click.UsageError) as error:
+        except RecursionError:
+            message: object = "got too many brackets within brackets, expected an object"
+            raise click.BadParameter(f"line {number}: {message}", param_hint=hint) from None
+        except (ValueError, TypeError, click.UsageError) as error:
             message = error.format_message() if isinstance(error, click.UsageError) else error
             raise click.BadParameter(f"line {number}: {message}", param_hint=hint) from error
     if not found:

@@ -40,7 +40,8 @@ def tune(file: Path | None, suite: str | None, device: str | None, size: str | N
     """Times every kernel of each problem and keeps the fastest for later processes.
 
     Each line of FILE is a JSON object of `fusedconv explain`'s options, as {"in-channels": 32,
-    "spatial": [16, 16], "gradients": true}. Fails where a problem could not be timed or kept.
+    "spatial": [16, 16], "gradients": true}, or one that fusedconv.record_problems has written of a
+    model's calls. Fails where a problem could not be timed or kept.
     """
     check_settings()
     if forced_kernels() is not None:

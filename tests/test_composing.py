@@ -472,6 +472,39 @@ def test_hooks_within_a_model_are_found_and_no_others(kind, place):
     handle.remove()
 
 
+def scripted_by_method():
+    """As scripts were written before torch.jit.script."""
+
+    class Scripted(torch.jit.ScriptModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.ReLU())
+
+        @torch.jit.script_method
+        def forward(self, x):
+            return self.inner(x)
+
+    return Scripted()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", ["traced", "script method", "scripted"])
+def test_modules_of_torch_script_are_looked_into(form):
+    plain = nn.Sequential(nn.ReLU())
+    made = {
+        "traced": lambda: torch.jit.trace(plain, (torch.randn(2, 3),)),
+        "script method": scripted_by_method,
+        "scripted": lambda: torch.jit.script(plain),
+    }
+    child = made[form]()
+    beside = nn.ReLU()
+    model = nn.Sequential(nn.ModuleList([child]), beside)
+    # The others' forward is an instance's.
+    assert composing.any_hooked_within(model) == (form != "traced")
+    beside.register_forward_hook(lambda *_: None)
+    assert composing.any_hooked_within(model)
+
+
 def test_a_forward_of_its_own_and_hooks_on_all_modules_are_found():
     model = nn.Sequential(tree())
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -252,6 +252,27 @@ class Block(Code):
         return F.relu(self.norm(x), inplace=False)
 
 
+class Traced(Code):
+    """One of its modules was traced by torch.jit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.jit.trace(nn.Sequential(nn.Conv2d(4, 4, 1)), torch.randn(2, 4, 5, 6))
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(self.inner(x))))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own, of what precedes a break
+def test_code_may_call_what_torch_jit_has_traced(x):
+    torch.manual_seed(1)
+    model, original = Traced(), Traced()
+    original.load_state_dict(model.state_dict())
+    fusedconv.convert(model)
+    torch.testing.assert_close(model(x), original(x))
+    assert calls(model, x) == ["conv group relu"]
+
+
 def test_a_chain_may_begin_in_a_sequence_and_classes_may_have_many_modules(x):
     model, original = converted(Nested())
     assert_same(model, original, x)

@@ -343,11 +343,17 @@ def test_gradients_have_their_tensors_dtypes_before_autograd_casts_them(affine):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "got"), [(None, "none"), (lambda t: t.flatten(), r"shape \(\d+,\)")]
+    ("wrong", "got", "exact"),
+    [
+        (None, "none", False),
+        (None, "none", True),
+        (lambda t: t.flatten(), r"shape \(\d+,\)", False),
+    ],
 )
-def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, monkeypatch, force):
+def test_a_kernel_that_breaks_its_promise_is_named(wrong, got, exact, monkeypatch, force):
     """Autograd would name neither the kernel nor the gradient."""
     force("torch_epilogue_backward")
+    monkeypatch.setattr("fusedconv.plan.BackwardPlan.is_exact", exact)
 
     def broken(problem, tensors):
         found = epilogue_gradients(problem, tensors)

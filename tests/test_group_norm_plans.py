@@ -189,6 +189,20 @@ def test_activations_that_are_compiled_in_cost_no_calls(layout):
     assert cost("gelu", torch.float32) == cost("gelu_tanh", torch.float32)  # no quick form
 
 
+def test_activations_are_called_where_accesses_are_narrow():
+    """Channels last, of pixels that are not whole 16 bytes."""
+    kernel = kernel_named("groupnorm_backward_two_pass")
+
+    def cost(activation, channels):
+        asked = norm_alone(
+            (16, channels, 128, 128), 4, torch.bfloat16, "nhwc", activation=activation, save=True
+        )
+        return kernel.cost(of_pass("backward", asked), KNOWN[90])
+
+    assert cost("gelu", 64) < cost("gelu_tanh", 64)
+    assert cost("gelu", 60) == cost("gelu_tanh", 60) > cost("identity", 60)
+
+
 def test_gradients_of_weight_and_bias_alone_are_not_streamed():
     affine = group_norm_stage(8)
     large = norm_alone((112, 64, 512, 512), 8, torch.float32, norm=affine, save=True)

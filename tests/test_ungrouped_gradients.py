@@ -152,6 +152,15 @@ def test_channels_last_the_bias_is_summed_on_the_way_through_group_norm(batch, l
     assert not any(step.startswith("torch") for step in explanation.steps)
 
 
+def test_the_bias_behind_group_norm_is_summed_on_the_way_alone():
+    """No call asks for it without what it is summed of; a problem that somebody makes may."""
+    whole = backward_problem(forward("group", "nhwc", 64))
+    asked = dataclasses.replace(whole, gradients=frozenset({"norm_weight", "bias"}))
+    for candidate in registry().candidates(asked, H200):
+        if candidate.kernel.name.startswith("groupnorm_backward"):
+            assert not candidate.support and "bias" in candidate.support.reason
+
+
 def test_planes_of_a_few_pixels_cost_their_blocks():
     tiny = forward(None, "nchw", activation="gelu", batch=65536, spatial=(1, 1))
     (found,) = [

@@ -25,7 +25,7 @@ namespace fusedconv::groupnorm {
 // activation. Channels first, grad_input may lie in lines of so many columns, which begin at
 // multiples of pitch; pixels are whole lines, addresses multiples of 16 bytes. Its sums by channel
 // are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless sums is null;
-// channels last too, but for streamed gradients.
+// channels last too, where gradients are not streamed.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;

@@ -62,7 +62,8 @@ struct Point {
 };
 
 // The gradient of an activation's value to that of the point that it was computed of. What a ReLU
-// stops is zero whatever comes, as torch has it.
+// stops is zero whatever comes, as torch has it; where the activation is called it is a product
+// with zero, as its slope is what is known there.
 template <class Form>
 __device__ __forceinline__ float through(float point, float grad) {
   if constexpr (std::is_same_v<Form, activations::Relu>) {

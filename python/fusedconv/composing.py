@@ -139,7 +139,10 @@ def any_hooked_within(module: nn.Module) -> bool:
             or "forward" in state
         ):
             return True
-        for below in state["_modules"].values():
+        children = state.get("_modules")
+        if children is None:  # traced modules keep theirs elsewhere
+            children = each._modules
+        for below in children.values():
             if below is not None and below not in seen:
                 seen.add(below)
                 inner.append(below)

@@ -55,30 +55,40 @@ def computed_gradients(
     ``gradient_names`` what a problem calls their gradients, ``given(*tensors)`` what a plan takes;
     ``saved`` are conv_output, mean and rstd.
 
-    Raises KernelError where a kernel did not compute one, or in another shape.
+    Raises KernelError where a kernel did not compute one, or one in another shape that does not say
+    its gradients are exact.
     """
     input, weight, _, norm_weight, norm_bias = given(*tensors)
     found = run_backward(plan, BackwardTensors(grad, input, weight, *saved, norm_weight, norm_bias))
     gradients: list[Tensor | None] = []
+    result: Tensor | None
     if plan.is_exact:
-        for name, tensor, needed in zip(gradient_names, tensors, needs, strict=True):
-            gradients.append(getattr(found, name) if needed and tensor is not None else None)
+        for place, tensor in enumerate(tensors):
+            result = None
+            if tensor is not None and needs[place]:
+                result = getattr(found, gradient_names[place])
+                if result is None:
+                    raise _missing(plan, names[place], tensor, None)
+            gradients.append(result)
         return gradients
     for place, tensor in enumerate(tensors):
         if tensor is None or not needs[place]:
             gradients.append(None)
             continue
         gradient = gradient_names[place]
-        result: Tensor | None = getattr(found, gradient)
+        result = getattr(found, gradient)
         if result is None or result.shape != tensor.shape:
-            got = "none" if result is None else f"shape {tuple(result.shape)}"
-            raise KernelError(
-                f"{plan.kernel}: got {got} for the gradient of {names[place]}, expected shape "
-                f"{tuple(tensor.shape)}"
-            )
+            raise _missing(plan, names[place], tensor, result)
         result = dense(result, gradient_layout(gradient, tensor))
         gradients.append(result if result.dtype == tensor.dtype else result.to(tensor.dtype))
     return gradients
+
+
+def _missing(plan: BackwardPlan, name: str, tensor: Tensor, found: Tensor | None) -> Exception:
+    got = "none" if found is None else f"shape {tuple(found.shape)}"
+    return KernelError(
+        f"{plan.kernel}: got {got} for the gradient of {name}, expected shape {tuple(tensor.shape)}"
+    )
 
 
 def present(gradients: Sequence[Tensor | None], input: Tensor) -> tuple[Tensor, ...]:

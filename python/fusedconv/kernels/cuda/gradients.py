@@ -103,17 +103,13 @@ class GroupNormBackward(BackwardKernel):
         and where it ``merges`` the sums by channel."""
         raise NotImplementedError
 
-    def sums_bias(self, problem: BackwardProblem) -> bool:
-        """Whether the gradient of the convolution's bias, where it is asked for, is summed on the
-        way; else torch sums it."""
-        raise NotImplementedError
-
-    def sums_after(self, problem: BackwardProblem) -> bool:
-        """Whether torch sums it."""
-        return "bias" in problem.gradients and not self.sums_bias(problem)
-
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         support = supports_epilogue(problem, device, "GroupNorm")
+        if support and "bias" in problem.gradients and not wants_input(problem):
+            return Support.no(
+                "sums the bias's gradient on the way to the convolution's output's, which is not "
+                "asked for"
+            )
         return support and Support.of(self._config(problem, device).support)
 
     def compile(self, problem: BackwardProblem, device: Device) -> GroupNormBackwardPlan:
@@ -134,7 +130,7 @@ class GroupNormBackward(BackwardKernel):
         groups = 4 * norm.groups(forward.output_channels)
         absent = _C.Operand()
         lines: dict[str, Any] = {}
-        sums_bias = self.sums_bias(problem)
+        sums_bias = "bias" in problem.gradients
         if forward.output_layout == "nchw" and (padded_lines or sums_bias):
             columns = forward.output_spatial[-1]
             pitch = line_pitch(columns, forward.dtype) if padded_lines else columns
@@ -208,36 +204,31 @@ def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
     )
 
 
-#: Of torch's sum by channel, channels last.
-_SUM_PASSES = 2.0
-
-
 def _milliseconds(
     problem: BackwardProblem,
     device: Device,
     launches: float,
     passes: float,
     cycles: float,
-    sums_after: bool,
 ) -> float:
     """``launches``, then the slower of ``passes`` over the tensor and, where an activation's slope
-    is computed, ``cycles`` of a multiprocessor for an element; measured on an H200. ``sums_after``:
-    torch sums the bias's gradient."""
+    is computed, ``cycles`` of a multiprocessor for an element; measured on an H200."""
     forward = problem.forward
     elements = forward.output_elements
     memory = device.copy_milliseconds(passes * elements * forward.dtype.itemsize)
     slopes = elements * cycles / (max(1, device.multiprocessors) * device.clock_hertz) * 1e3
     work = max(memory, slopes) if forward.activations else memory
-    if sums_after:
-        work += device.copy_milliseconds(_SUM_PASSES * elements * forward.dtype.itemsize)
     return launches * device.launch_milliseconds + work
 
 
 def _is_compiled_in(forward: ForwardProblem) -> bool:
     """Whether kernels in two passes need not call what the activations are: where there is none, or
-    one that is a ReLU, or GELU or SiLU in their quick forms."""
+    one that is a ReLU, or GELU or SiLU in their quick forms, and what is read at a time 16 bytes.
+    """
     if len(forward.activations) != 1:
         return not forward.activations
+    if forward.output_layout == "nhwc" and forward.output_channels * forward.dtype.itemsize % 16:
+        return False
     name = forward.activations[0].name
     is_tf32 = forward.conv is not None and forward.precision == "tf32"
     is_quick = forward.dtype.itemsize == 2 or is_tf32
@@ -254,9 +245,6 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
 
     def _config(self, problem: BackwardProblem, device: Device) -> Any:
         return _C.group_norm.gradient_sums_config(compiled_problem(problem))
-
-    def sums_bias(self, problem: BackwardProblem) -> bool:
-        return "bias" in problem.gradients and wants_input(problem)
 
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
         read = {name: operands[name] for name in _READ}
@@ -288,7 +276,7 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         cycles = 0.0
         if not _is_compiled_in(forward):
             cycles = 1.3 if planes else 1.8
-        return _milliseconds(problem, device, 4, passes, cycles, self.sums_after(problem))
+        return _milliseconds(problem, device, 4, passes, cycles)
 
 
 class GroupNormBackwardStreamed(GroupNormBackward):
@@ -306,9 +294,6 @@ class GroupNormBackwardStreamed(GroupNormBackward):
             return Support.no("computes the input's gradient, which is not asked for")
         return super().supports(problem, device)
 
-    def sums_bias(self, problem: BackwardProblem) -> bool:
-        return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
-
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
         program.per_chunk(
             _C.group_norm.StreamedGradients(
@@ -323,7 +308,7 @@ class GroupNormBackwardStreamed(GroupNormBackward):
             _merge(program, config, operands)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
-        return _milliseconds(problem, device, 7, 3.5, 1.7, self.sums_after(problem))
+        return _milliseconds(problem, device, 7, 3.5, 1.7)
 
 
 class GroupNormBackwardPlan(BackwardPlan):
@@ -342,7 +327,6 @@ class GroupNormBackwardPlan(BackwardPlan):
         self._channels = forward.output_channels
         assert forward.norm is not None
         self._affine_dtype = forward.norm.affine_dtype or torch.float32
-        self._sums_after = kernel.sums_after(problem)
         self._build(padded_lines=False)
 
     def _build(self, *, padded_lines: bool) -> None:
@@ -353,8 +337,7 @@ class GroupNormBackwardPlan(BackwardPlan):
             copies.append(f"torch copy of the output's gradient to {self._layout}")
         if forward.conv is None and forward.layout == "strided":
             copies.append(CONTIGUOUS_STEP)
-        sums = ["torch sum by channel"] if self._sums_after else []
-        self.steps = (*copies, *self._program.steps, *sums)
+        self.steps = (*copies, *self._program.steps)
         self._strides = None
         if wants_input(self.problem):
             if padded_lines:
@@ -383,7 +366,7 @@ class GroupNormBackwardPlan(BackwardPlan):
         weight, bias = tensors.norm_weight, tensors.norm_bias
         norm_weight = per_channel("norm_weight", self._affine_dtype)
         norm_bias = per_channel("norm_bias", self._affine_dtype)
-        conv_bias = None if self._sums_after else per_channel("bias", x.dtype)
+        conv_bias = per_channel("bias", x.dtype)
         run_program(
             self._program,
             self._device,
@@ -401,9 +384,6 @@ class GroupNormBackwardPlan(BackwardPlan):
             ),
             x,
         )
-        if self._sums_after:
-            assert grad_input is not None
-            conv_bias = grad_input.sum((0, *range(2, grad_input.dim())))
         return Gradients.of_epilogue(
             self.problem, grad_input, norm_weight, norm_bias, bias=conv_bias
         )

@@ -331,6 +331,7 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
         "cpu_channels_last": (4, 2),
         "cpu_ordinary_convolution": (3, 1),
         "cpu_matrix_product": (2, 2),
+        "cpu_pixel_shuffle": (2, 2),
         "cpu_direct": (3, 2),
         "cpu_shifted_products": (3, 2),
     }[kernel]
@@ -370,7 +371,10 @@ def test_a_whole_layer_is_as_accurate_as_torchs(kernel, layout, dtype, norm, ord
     force(kernel)
     (explanation,) = explained(conv_transpose_act_norm, *call, **arguments, **extra)
     assert explanation.kernel == kernel
-    assert len(explanation.steps) == len(set(explanation.steps)) >= 2
+    # An activation alone ends the products in float32.
+    alone = kernel == "cpu_pixel_shuffle" and norm is None and dtype == torch.float32
+    least = 1 if alone and layout != "strided" else 2
+    assert len(explanation.steps) == len(set(explanation.steps)) >= least
     ours = whole(conv_transpose_act_norm, torch.Tensor.clone, *call)
     for number, (actual, torch_result, expected) in enumerate(zip(ours, plain, exact, strict=True)):
         floor = GRADIENT_FLOOR[dtype] if number else FLOOR[dtype]
@@ -464,7 +468,9 @@ def test_refusals_of_gradients(case, dtype, wanted, reasons):
         ((4, 64, 4096), 64, 3, {"padding": 1}, "nchw", "cpu_ordinary_convolution"),
         ((4, 64, 4096), 64, 3, {"padding": 1}, "nhwc", "cpu_ordinary_convolution"),
         ((4, 64, 2048), 64, 4, {"stride": 2, "padding": 1}, "nhwc", "cpu_channels_last"),
-        ((1, 64, 16, 16, 16), 32, 2, {"stride": 2}, "nhwc", "cpu_matrix_product"),
+        ((1, 64, 16, 16, 16), 32, 2, {"stride": 2}, "nhwc", "cpu_pixel_shuffle"),
+        ((8, 256, 32, 32), 128, 2, {"stride": 2}, "nchw", "cpu_pixel_shuffle"),
+        ((8, 256, 32, 32), 128, 2, {"stride": 2}, "nhwc", "torch"),
         ((1, 32, 16, 32, 32), 32, 3, {"padding": 1}, "nchw", "cpu_shifted_products"),
         ((1, 512, 6, 6), 512, 3, {"padding": 1}, "nchw", "torch"),
         ((1, 768, 3, 3, 3), 384, 2, {"stride": 2}, "nchw", "torch"),

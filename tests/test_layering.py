@@ -78,6 +78,7 @@ USE_COMPILED = {
     "kernels.cpu.direct",
     "kernels.cpu.epilogue_gradients",
     "kernels.cpu.group_norm",
+    "kernels.cpu.pixel_shuffle",
     "selection",
     "winners",
     "kernels.cuda.batch_norm",

@@ -9,6 +9,7 @@
 #include "cpu/huge_pages.hpp"
 #include "cpu/layer_norm.hpp"
 #include "cpu/loops.hpp"
+#include "cpu/pixel_shuffle.hpp"
 #include "cpu/ungrouped_gradients.hpp"
 
 namespace fusedconv::binding {
@@ -161,6 +162,26 @@ void bind_cpu(py::module_& m) {
       py::arg("bias"), py::arg("output"), py::arg("threads"),
       "A transposed convolution of few channels a group. Addresses of dense tensors, weight and "
       "bias of float32; 0 where there is no bias.");
+  room.def(
+      "pixel_shuffle",
+      [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, Activation activation,
+         uintptr_t input, uintptr_t weight, std::vector<int64_t> const& weight_strides,
+         uintptr_t bias, uintptr_t output, int threads) {
+        py::gil_scoped_release const release;
+        cpu::pixel_shuffle(problem, dtype, batch, activation,
+                           {.input = address<void>(input),
+                            .weight = address<float>(weight),
+                            .weight_strides = weight_strides,
+                            .bias = address<float>(bias),
+                            .output = address<void>(output)},
+                           threads);
+      },
+      py::arg("problem"), py::arg("dtype"), py::arg("batch"), py::arg("activation"),
+      py::arg("input"), py::arg("weight"), py::arg("weight_strides"), py::arg("bias"),
+      py::arg("output"), py::arg("threads"),
+      "A transposed convolution whose filter is as large as its stride, and an activation. "
+      "Addresses of dense tensors in the problem's layout, weight and bias of float32, the weight "
+      "with strides of its five axes; 0 where there is no bias.");
   room.def(
       "direct_input_gradient",
       [](conv::TransposedProblem const& problem, DType dtype, int64_t batch, uintptr_t grad_output,

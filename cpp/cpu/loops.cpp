@@ -17,6 +17,7 @@
   extern ForwardLoops const forward_loops;   \
   extern BackwardLoops const backward_loops; \
   extern DirectLoops const direct_loops;     \
+  extern ProductLoops const product_loops;   \
   }
 FUSEDCONV_INSTRUCTION_SETS(FUSEDCONV_DECLARE)
 #undef FUSEDCONV_DECLARE
@@ -41,9 +42,10 @@ bool runs(std::string_view name) {
 
 std::vector<Loops> available() {
   std::vector<Loops> found;
-#define FUSEDCONV_ADD(name)                                                                  \
-  if (runs(#name)) {                                                                         \
-    found.push_back({#name, name::forward_loops, name::backward_loops, name::direct_loops}); \
+#define FUSEDCONV_ADD(name)                                                                \
+  if (runs(#name)) {                                                                       \
+    found.push_back({#name, name::forward_loops, name::backward_loops, name::direct_loops, \
+                     name::product_loops});                                                \
   }
   FUSEDCONV_INSTRUCTION_SETS(FUSEDCONV_ADD)
 #undef FUSEDCONV_ADD

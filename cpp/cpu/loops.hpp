@@ -120,11 +120,29 @@ struct DirectLoops {
   Part* part;
 };
 
+// Of matrix products in float32, by blocks of kProductRows rows and as many columns as one
+// instruction set's registers hold. Adds to the block's sums, or replaces them.
+inline constexpr int kProductRows = 6;
+// sums[row * pitch + column] (+)= the sum over i < depth of rows[i * kProductRows + row] *
+// columns[i * columns of a block + column].
+using MultiplyPacked = void(float const* rows, float const* columns, int64_t depth, float* sums,
+                            int64_t pitch, bool adds);
+// The same of rows that lie `stride` elements apart.
+using MultiplyRows = void(float const* rows, int64_t stride, float const* columns, int64_t depth,
+                          float* sums, int64_t pitch, bool adds);
+
+struct ProductLoops {
+  int64_t columns;  // of a block
+  MultiplyPacked* multiply_packed;
+  MultiplyRows* multiply_rows;
+};
+
 struct Loops {
   char const* instruction_set;
   ForwardLoops const& forward;
   BackwardLoops const& backward;
   DirectLoops const& direct;
+  ProductLoops const& products;
 };
 
 // Those of the widest instruction set that both the build and the processor have. The environment

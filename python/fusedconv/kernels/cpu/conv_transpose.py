@@ -21,6 +21,7 @@ from fusedconv.kernels.cpu.convolution import (
 from fusedconv.kernels.cpu.direct import Direct
 from fusedconv.kernels.cpu.group_norm import UNGROUPED, Stages, converts
 from fusedconv.kernels.cpu.matrix_product import MatrixProduct
+from fusedconv.kernels.cpu.pixel_shuffle import PixelShuffle
 from fusedconv.kernels.cpu.shifted import ShiftedProducts
 from fusedconv.kernels.torch import TorchForward, TorchPlan
 from fusedconv.layout import dense
@@ -30,13 +31,14 @@ from fusedconv.problem import (
     ActNormAct,
     Bias,
     ForwardProblem,
+    Stage,
     act_norm_act,
 )
 from fusedconv.support import Support
 
 #: In which a convolution is computed.
 FORMS: tuple[Form, ...] = (
-    AsTorch(), ChannelsLast(), OrdinaryConvolution(), MatrixProduct(), Direct(),
+    AsTorch(), ChannelsLast(), OrdinaryConvolution(), MatrixProduct(), PixelShuffle(), Direct(),
     ShiftedProducts(),
 )  # fmt: skip
 #: Passes over a tensor of a compiled pass that reads one and writes another, and of one that
@@ -77,6 +79,13 @@ def _stages_in_torch(problem: ForwardProblem, dtype: torch.dtype) -> ForwardProb
     )
 
 
+def _stages_behind(problem: ForwardProblem, convolution: Convolution) -> list[Stage]:
+    """What is behind the convolution, its bias and an activation that it computes."""
+    if convolution.activates:
+        return []
+    return [stage for stage in problem.epilogue if not isinstance(stage, Bias)]
+
+
 class ConvTransposePlan(ForwardPlan):
     """A form's convolution, then a compiled pass for the stages behind it, the layout and the
     dtype; torch's operators for stages that no compiled pass has."""
@@ -87,7 +96,7 @@ class ConvTransposePlan(ForwardPlan):
         self.convolution = convolution
         layout, dtype = convolution.layout, convolution.dtype
         lies = layout == problem.output_layout
-        stages = [stage for stage in problem.epilogue if not isinstance(stage, Bias)]
+        stages = _stages_behind(problem, convolution)
         steps = list(convolution.steps)
         #: Brings the convolution's output into what is saved, or into what torch's stages take.
         self.stored: Stages | None = None
@@ -172,7 +181,7 @@ class CpuConvTranspose(ForwardKernel):
         moved = size * (convolution.dtype.itemsize + problem.output_dtype.itemsize)
         lies = convolution.layout == problem.output_layout
         form = _form(problem, convolution.dtype)
-        stages = any(not isinstance(stage, Bias) for stage in problem.epilogue)
+        stages = bool(_stages_behind(problem, convolution))
         one_pass = device.copy_milliseconds(moved) * (1.0 if lies else _OTHER_LAYOUT)
         if isinstance(form, Support):
             if stages:

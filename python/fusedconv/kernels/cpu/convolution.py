@@ -138,6 +138,8 @@ class Convolution(ABC):
             *conversion_steps(problem, dtype, input_layout),
             f"{step}, {dtype_name(dtype)}",
         )
+        #: Whether the problem's activation, which nothing else stands behind, is computed too.
+        self.activates = False
         #: Of an output that is larger than the problem's.
         self.cut: tuple[Any, ...] | None = None
         self.biased = None

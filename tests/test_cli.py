@@ -234,6 +234,22 @@ def test_files_of_shapes_name_a_normalisation(tmp_path):
     assert [each.norm.kind for each in found] == ["group", "layer", "affine"]
 
 
+def test_files_of_shapes_name_the_weights_layout(tmp_path):
+    path = tmp_path / "shapes.jsonl"
+    path.write_text('\ufeff{"spatial": [6, 6]}\n{"spatial": [6, 6], "weight-layout": "nhwc"}\n')
+    first, last = problems_of_file(path, torch.device("cpu"), "'FILE'")
+    weight = torch.empty(64, 64, 3, 3)
+    assert first.conv.weight_strides == weight.stride()
+    lies_last = weight.to(memory_format=torch.channels_last)
+    assert last.conv.weight_strides == lies_last.stride()
+
+
+def test_a_processor_has_no_tf32():
+    result = CliRunner().invoke(main, ["explain", "--device", "cpu", "--precision", "tf32"])
+    assert result.exit_code == 2
+    assert "got tf32, expected fp32, fp16 or bf16" in " ".join(result.output.split())
+
+
 def test_what_is_given_overrides_the_system():
     first = invoke("explain", "--system", "system2", "--batch", "3").splitlines()[0]
     assert "conv_transpose3d 64->128 k3x3x3" in first

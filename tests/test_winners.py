@@ -145,6 +145,8 @@ DAMAGED = {
         times=[{"parts": ["forward"], "kernel": "torch", "milliseconds": 10**400}]
     ),
     "versions that are a list": lambda: with_entry(versions=["1"]),
+    "a name given twice": lambda: b'{"entries": [], "entries": []}',
+    "a problem of no number": lambda: with_entry(problem={"type": float("nan")}),
 }
 
 
@@ -161,7 +163,21 @@ def test_a_damaged_or_hostile_file_is_ignored_with_one_warning(name):
     assert kept(FORWARD) is None  # and no second warning
     winners.store(FORWARD, PROCESSOR, SERVED)
     assert kept(FORWARD) == SERVED
+    assert winners.damaged(path).read_bytes() == damaged
     assert not Path("hostile").exists()
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch):
+    winners.store(FORWARD, PROCESSOR, SERVED)
+    before = winners.path().read_bytes()
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(winners, "read", refused)
+    with pytest.warns(RuntimeWarning, match="tuned kernels are not kept: .*Permission denied"):
+        winners.store(BACKWARD, PROCESSOR, DIVIDED)
+    assert winners.path().read_bytes() == before
 
 
 def test_a_file_that_is_too_large_is_not_read(monkeypatch):
@@ -301,7 +317,7 @@ def test_the_cache_is_shown_exported_imported_and_cleared(tmp_path):
     assert "0.5" in shown
     file = tmp_path / "exported.json"
     assert invoke("cache", "export", file) == "1 problems\n"
-    invoke("cache", "clear")
+    assert invoke("cache", "clear") == "1 problems forgotten\n"
     assert kept(FORWARD) is None
     winners.store(BACKWARD, PROCESSOR, DIVIDED)
     assert invoke("cache", "import", file) == "1 problems\n"

@@ -65,10 +65,11 @@ def problem(
     order: str = "act_norm",
     save: bool = False,
     norm: str = "group",
+    weight_layout: str = "nchw",
 ) -> ForwardProblem:
     """The problem of ``fusedconv.functional``'s call with these arguments and dense tensors.
 
-    ``device`` is "cuda" or "cpu", ``layout`` "nchw" or "nhwc".
+    ``device`` is "cuda" or "cpu", ``layout``, the input's, and ``weight_layout`` "nchw" or "nhwc".
     ``out_channels`` None leaves the convolution out, ``num_groups`` None a ``norm`` of "group".
     Every normalisation has weight and bias of the input's dtype, that of "batch" those that
     ``fold_batch_norm`` returns.
@@ -87,9 +88,12 @@ def problem(
         _check_groups(groups, out_channels)
         axes = len(spatial)
         kernel = integers("kernel_size", kernel_size, axes, 1)
+        filter = (channels, out_channels // groups, *kernel)
+        _empty("weight", filter, dtype)
+        strides = dense_strides(filter, weight_layout)
         conv = validation.conv_geometry(
             input,
-            _empty("weight", (channels, out_channels // groups, *kernel), dtype),
+            torch.empty_strided(filter, strides, dtype=dtype, device="meta"),
             _empty("bias", (out_channels,), dtype) if bias else None,
             integers("stride", stride, axes),
             integers("padding", padding, axes),

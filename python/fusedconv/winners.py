@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 import warnings
@@ -40,6 +41,8 @@ _MOST_BYTES = 64 << 20
 _MOST_CHARACTERS = 4096
 #: How long a process waits for another one that writes.
 _WAIT_SECONDS = 10.0
+
+_IGNORED = "tuned kernels are ignored"
 
 #: A kernel's name by the parts of the pass that it computes together.
 Piece = tuple[tuple[str, ...], str]
@@ -166,6 +169,17 @@ def _entry(value: Any) -> Entry:
     )
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose names are different ones."""
+    found = dict(pairs)
+    _expect(len(found) == len(pairs), "names that are not given twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise DamagedFileError(f"expected numbers, got {text}")
+
+
 def read(path: Path) -> dict[str, Entry]:
     """The entries of a file by what tells them apart. Raises DamagedFileError where it does not
     hold against the schema, OSError where it cannot be read."""
@@ -175,7 +189,8 @@ def read(path: Path) -> dict[str, Entry]:
         content = file.read(_MOST_BYTES + 1)
     _expect(len(content) <= _MOST_BYTES, f"at most {_MOST_BYTES} bytes")
     try:
-        (entries,) = _fields(json.loads(content), "entries")
+        found = json.loads(content, object_pairs_hook=_object, parse_constant=_no_number)
+        (entries,) = _fields(found, "entries")
         _expect(isinstance(entries, list), "a list of entries")
         return {each.key: each for each in map(_entry, entries)}
     except DamagedFileError:
@@ -234,7 +249,7 @@ def _read_leniently(file: Path) -> dict[str, Entry]:
     except FileNotFoundError:
         return {}
     except (DamagedFileError, OSError) as error:
-        _warn(file, f"tuned kernels are ignored: {error}")
+        _warn(file, f"{_IGNORED}: {error}")
         return {}
 
 
@@ -266,12 +281,27 @@ def kept(problem: Problem, device: Device) -> Winner | None:
 
 def change(changed: Callable[[dict[str, Entry]], dict[str, Entry]]) -> None:
     """Replaces what is kept by what ``changed`` makes of it, other processes locked out meanwhile.
-    Raises OSError (TimeoutError too) where the file cannot be written."""
+    A damaged file is kept beside, as ``damaged`` names it. Raises OSError (TimeoutError too) where
+    the file cannot be read or written."""
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{target(file)}.lock", timeout=_WAIT_SECONDS):
-        write(file, changed(_read_leniently(file)))
+        try:
+            known = read(file)
+        except FileNotFoundError:
+            known = {}
+        except DamagedFileError as error:
+            _warn(file, f"{_IGNORED}: {error}")
+            known = {}
+            if file.is_file():
+                shutil.copyfile(file, damaged(file))
+        write(file, changed(known))
     forget()
+
+
+def damaged(file: Path) -> Path:
+    """Where a damaged file is kept when what is tuned takes its place."""
+    return file.with_name(f"{file.name}.damaged")
 
 
 def store(problem: Problem, device: Device, winner: Winner) -> None:

@@ -124,8 +124,8 @@ def _panels(
     return figure, result
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}\u2026"
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}\u2026"
 
 
 def _plain(axis: Axis) -> None:
@@ -162,7 +162,8 @@ def _bars(axis: Axes, place: int, row: rows.Row) -> None:
         textcoords="offset points",
         ha="center",
         fontsize=_SMALL,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.3},
+        zorder=5,  # above the mark of the floor
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 0.3},
     )
 
 
@@ -249,9 +250,11 @@ def _annotate(axis: Axes, labels: Iterable[tuple[tuple[float, float], str]]) -> 
         number = free.index(True) if True in free else 0
         taken.append(spans[number])
         place = places[number]
-        axis.annotate(
+        annotation = axis.annotate(
             text, point, xytext=place, textcoords="offset points", fontsize=_SMALL, zorder=4
         )
+        annotation.set_in_layout(False)  # else long names leave the panel no room
+        annotation.set_clip_on(True)
 
 
 def roofline(content: Content) -> Figure:
@@ -278,13 +281,13 @@ def roofline(content: Content) -> Figure:
             x, y = flops / moved, flops / milliseconds / 1e9
             axis.scatter(x, y, s=16, color=colors[better], zorder=2 + better)
             if better:
-                names_of[axis].append(((x, y), _shortened(name)))
+                names_of[axis].append(((x, y), _shortened(name, _LONGEST // 2)))
         axis.set_xscale("log")
         axis.set_yscale("log")
         for each in (axis.xaxis, axis.yaxis):
             _plain(each)
         axis.tick_params(labelsize="small")
-        axis.set_xlabel("FLOPs of the convolution a byte of input and output", fontsize="small")
+        axis.set_xlabel("FLOPs of the convolution per byte of input and output", fontsize="small")
         axis.set_ylabel("TFLOP/s", fontsize="small")
         axis.set_title(
             f"{pass_} {precision}: {peak / 1e12:.0f} TFLOP/s, {rates['copy'] / 1e12:.2f} TB/s",

@@ -75,6 +75,13 @@ _SOME = click.IntRange(1, LARGEST)
 @axes("--padding", 0, "0")
 @axes("--output-padding", 0, "0")
 @axes("--dilation", 1, "1")
+@click.option(
+    "--weight-layout",
+    type=click.Choice(benchmark.LAYOUTS),
+    default="nchw",
+    show_default=True,
+    help="nhwc where a model was brought to channels last.",
+)
 @click.option("--groups", type=_SOME, default=1, show_default=True, help="Of the convolution.")
 @click.option("--bias/--no-bias", default=True, show_default=True, help="Of the convolution.")
 @click.option(
@@ -85,7 +92,13 @@ _SOME = click.IntRange(1, LARGEST)
     help="What is behind the convolution; batch is that of inference.",
 )
 @click.option("--num-groups", type=_COUNT, default=8, show_default=True, help="0 for no GroupNorm.")
-@click.option("--activation", type=click.Choice(ACTIVATIONS), default="gelu", show_default=True)
+@click.option(
+    "--activation",
+    type=click.Choice(ACTIVATIONS),
+    default="gelu",
+    show_default=True,
+    help="Of those that kernels compute; identity is none.",
+)
 @click.option("--order", type=click.Choice(ORDERS), default="act_norm", show_default=True)
 @click.option("--gradients", is_flag=True, help="Of training: the backward pass too.")
 @click.pass_context
@@ -133,6 +146,10 @@ def problems(
         raise click.BadParameter(
             f"got {len(options['spatial'])} axes, expected one, two or three for a convolution",
             param_hint="'--spatial'",
+        )
+    if options["device"] == "cpu" and options["precision"] == "tf32":
+        raise click.BadParameter(
+            "got tf32, expected fp32, fp16 or bf16 on a processor", param_hint="'--precision'"
         )
     precision = options.pop("precision") or ("tf32" if options["device"] == "cuda" else "fp32")
     with naming_options():

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from fusedconv import benchmark
 
@@ -51,17 +52,18 @@ def observer(console: Console, line: Line) -> Iterator[benchmark.Observer]:
     if not console.is_terminal:
         yield _Lines(line)
         return
+    # What does not fit is cut from the description, not from the times.
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[done]}/{task.fields[count]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),
+        BarColumn(bar_width=16),
+        TextColumn("{task.fields[done]}/{task.fields[count]}", table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=7)),
     )
     # What is measured differs: the speed of the last minutes says more than that of the last
     # seconds. The bar is drawn seldom, as drawing takes time of a processor that may be what is
     # measured.
     with Progress(
-        *columns, console=console, speed_estimate_period=600, refresh_per_second=1
+        *columns, console=console, speed_estimate_period=600, refresh_per_second=1, expand=True
     ) as progress:
         yield _Bar(line, progress)

@@ -31,6 +31,8 @@ def _options(fields: dict[str, Any]) -> list[str]:
     for name, value in fields.items():
         if name in _NO_SHAPES:
             raise ValueError(f"got {name}, expected what a problem consists of")
+        if value is None:
+            raise ValueError(f"{name}: got null, expected a value")
         if value is True:
             arguments.append(f"--{name}")
         elif value is False:
@@ -57,7 +59,7 @@ def _recorded(fields: dict[str, Any], device: torch.device) -> Problem:
 
 def _lines(path: Path, hint: str) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise click.BadParameter(f"{path}: {error}", param_hint=hint) from error
 

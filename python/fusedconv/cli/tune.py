@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import torch
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from fusedconv import benchmark, winners
 from fusedconv.cli.options import check_settings, console, one_line
@@ -125,15 +125,21 @@ def path() -> None:
     click.echo(str(winners.path()))
 
 
+def _piece(parts: tuple[str, ...], kernel: str) -> str:
+    """A kernel with the parts of a backward pass that it computes together."""
+    return kernel if parts == ("forward",) else f"{kernel} ({', '.join(parts)})"
+
+
 @cache.command()
 def show() -> None:
     """The problems and their kernels, with their times."""
-    table = Table("problem", "device", "versions", "kernel", "milliseconds", "others")
+    wraps = [Column(name, overflow="fold") for name in ("problem", "device", "versions", "kernel")]
+    table = Table(*wraps, "milliseconds", Column("others", overflow="fold"))
     for entry in _kept().values():
         winner = entry.winner
         times = [winner.times[piece] for piece in winner.pieces if piece in winner.times]
         rivals = [
-            f"{name} {time:.4g}"
+            f"{_piece(parts, name)} {time:.4g}"
             for (parts, name), time in winner.times.items()
             if (parts, name) not in winner.pieces
         ]
@@ -141,7 +147,7 @@ def show() -> None:
             entry.summary,
             entry.device,
             ", ".join(f"{name} {version}" for name, version in entry.versions.items() if version),
-            " + ".join(name for _, name in winner.pieces),
+            " + ".join(_piece(*piece) for piece in winner.pieces),
             f"{sum(times):.4g}",
             ", ".join(rivals),
         )
@@ -176,4 +182,6 @@ def import_(file: Path) -> None:
 @cache.command()
 def clear() -> None:
     """Forgets everything."""
+    count = len(winners.entries())
     _change(lambda known: {})
+    click.echo(f"{count} problems forgotten")

@@ -79,7 +79,10 @@ class Rewriting(NamedTuple):
 def rewrite(graph_module: GraphModule) -> Rewriting:
     """``compile_pass``, and what it did. Where it raises, the graph is as it was."""
     if not isinstance(graph_module, GraphModule):
-        raise TypeError(f"graph_module: got {shown(graph_module)}, expected a GraphModule")
+        raise TypeError(
+            f"graph_module: got {shown(graph_module)}, expected a GraphModule, as program.module() "
+            "of an exported program"
+        )
     before = _copied(graph_module.graph)
     try:
         done = _rewritten(graph_module.graph)

@@ -20,6 +20,7 @@ from fusedconv.ops.common import (
     is_batched,
 )
 from fusedconv.ops.conv_transpose import OPERATOR
+from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import Seen
 from fusedconv.plan import ForwardPlan
 
@@ -59,13 +60,14 @@ class _Fold(torch.autograd.Function):
         weight, bias, eps = given
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(mean, variance)
+        ctx.lies = lying((mean, variance))
         ctx.eps = eps
         ctx.dtype = next(each.dtype for each in (weight, bias) if each is not None)
         return batch_norm.fold(mean, variance, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        mean, variance = ctx.saved_tensors
+        mean, variance = as_saved(ctx.saved_tensors, ctx.lies)
         wanted = ctx.needs_input_grad[2:4]
         scale, shift = grads
         given = [each for each in grads if each is not None]
@@ -124,7 +126,7 @@ class DirectBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 10
-        saved, template = ctx.saved_tensors, ctx.template
+        saved, template = as_saved(ctx.saved_tensors, ctx.lies), ctx.template
         needs = ctx.needs_input_grad[3:]
         if differentiates_gradients(grad):
             tensors = (*saved[:3], *saved[-4:])

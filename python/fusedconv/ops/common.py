@@ -17,6 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
+from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import PLAIN
 from fusedconv.ops.watching import functorch_level, is_watched
 from fusedconv.plan import BackwardPlan, BackwardTensors, ForwardPlan, Outputs
@@ -301,7 +302,9 @@ class DirectOperator:
         if conv_output is None and template.reads_result:
             conv_output = output
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, conv_output, mean, rstd, *others)
+        saved = (*tensors, conv_output, mean, rstd, *others)
+        ctx.save_for_backward(*saved)
+        ctx.lies = lying(saved)
         ctx.plan = plan
         ctx.template = template
         ctx.recording = record.current()
@@ -363,7 +366,7 @@ class DirectOperator:
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
                 if grad is None:
                     return nothing
-                saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+                saved, needs = as_saved(ctx.saved_tensors, ctx.lies), ctx.needs_input_grad[2:]
                 if differentiates_gradients(grad):
                     found = gradients_by_composition(
                         lambda *tensors: operator.in_torch(operator.call(ctx.template, tensors)),

@@ -28,6 +28,7 @@ from fusedconv.ops.common import (
     register_gradients,
 )
 from fusedconv.ops.planning import ConvCall, backward_plan, conv_plan, torch_backward_plan
+from fusedconv.ops.saving import as_saved, lying
 from fusedconv.plan import BackwardPlan, ForwardPlan
 from fusedconv.precision import resolve_precision
 from fusedconv.problem import epilogue, need_what_they_read
@@ -221,7 +222,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         conv_output = result
     ctx.set_materialize_grads(False)
     ctx.saved = save
-    ctx.save_for_backward(*call.tensors, conv_output, mean, rstd)
+    saved = (*call.tensors, conv_output, mean, rstd)
+    ctx.save_for_backward(*saved)
+    ctx.lies = lying(saved)
     ctx.call = call.without_tensors()
     ctx.precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
     ctx.recording = record.current()
@@ -235,7 +238,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     result: list[Tensor | None] = [None] * (len(ConvCall._fields) + 1)
     if grad is None:
         return tuple(result)
-    *leaves, conv_output, mean, rstd = ctx.saved_tensors
+    *leaves, conv_output, mean, rstd = as_saved(ctx.saved_tensors, ctx.lies)
     needs = [ctx.needs_input_grad[place] for place in _PLACES]
 
     def call(leaves: Sequence[Tensor | None]) -> Any:

@@ -31,6 +31,7 @@ from fusedconv.ops.planning import (
     group_norm_plan,
     torch_backward_plan,
 )
+from fusedconv.ops.saving import as_saved, lying
 from fusedconv.plan import BackwardPlan
 from fusedconv.recording import record
 from fusedconv.selection import run
@@ -150,7 +151,9 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(call.input, call.weight, call.bias, mean, rstd)
+    saved = (call.input, call.weight, call.bias, mean, rstd)
+    ctx.save_for_backward(*saved)
+    ctx.lies = lying(saved)
     ctx.call = call.without_tensors()
     ctx.recording = record.current()
 
@@ -159,7 +162,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     result: list[Tensor | None] = [None] * len(NormCall._fields)
     if grad is None:
         return tuple(result)
-    *leaves, mean, rstd = ctx.saved_tensors
+    *leaves, mean, rstd = as_saved(ctx.saved_tensors, ctx.lies)
     needs = [ctx.needs_input_grad[place] for place in _PLACES]
 
     def call(leaves: Sequence[Tensor | None]) -> Any:

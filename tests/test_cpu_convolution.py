@@ -454,6 +454,33 @@ def test_refusals_of_gradients(case, dtype, wanted, reasons):
         assert "input is on cuda" in kernel.supports(what, KNOWN[90]).reason
 
 
+@pytest.mark.parametrize(
+    ("case", "layout", "dtype", "reason"),
+    [
+        # These ended in garbage, or beyond memory.
+        (((2, 16, 3, 4, 8), 40, (4, 3, 2), {"stride": (2, 1, 1), "padding": (3, 0, 1)}), "nhwc",
+         torch.float16, "padding is 3 of 4 taps"),
+        (((4, 6, 2), 1, 3, {"stride": 2, "padding": 2, "groups": 3}), "nhwc", torch.bfloat16,
+         "padding is 2 of 3 taps"),
+        (((2, 8, 1), 16, 4, {"stride": 3, "padding": 1}), "nhwc", torch.bfloat16,
+         "tap 0 of 4 meets no output"),
+        (((2, 8, 5), 16, 3, {"padding": 1, "groups": 2}), "nhwc", torch.float32,
+         "sums of groups are less exact"),
+        (((2, 8, 5), 16, 4, {"stride": 2, "padding": 1}), "nhwc", torch.bfloat16, ""),
+        (((2, 8, 5), 16, 3, {"padding": 2, "dilation": 2}), "nhwc", torch.bfloat16, ""),
+    ],
+)  # fmt: skip
+def test_gradients_that_onednn_gets_wrong_are_left_to_torchs_loops(case, layout, dtype, reason):
+    forward = problem_of(case, dtype, layout, save=True)
+    device = PAIRS if dtype == torch.bfloat16 else EMULATING
+    for name in ("weight", "bias"):
+        what = backward_problem(forward, name).part((name,))
+        if name == "bias" and dtype == torch.float32:
+            continue
+        support = WidenedGradients().supports(what, device)
+        assert bool(support) == (not reason) and reason in support.reason
+
+
 # ---- the choice ----------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from fusedconv.kernels.cpu.matrix_product import (
 from fusedconv.layout import Layout, dense, layout_of, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES, dtype_name
-from fusedconv.problem import ActNormAct, BackwardProblem
+from fusedconv.problem import ActNormAct, BackwardProblem, ForwardProblem
 from fusedconv.reference import convolution_gradients
 from fusedconv.support import Support
 
@@ -65,6 +65,38 @@ def _conversion_milliseconds(
 
 
 # ---- torch's operator on other tensors -----------------------------------------------------------
+
+
+def _supports_weight(forward: ForwardProblem) -> Support:
+    """Whether oneDNN's gradient to the weight, which comes with the bias's, is sound on channels
+    last. With more padding than keeps extents it wrote beyond its memory or left garbage, and where
+    a tap meets no output, what its memory held: 8,000 random problems without either were right."""
+    conv = forward.conv
+    assert conv is not None
+    axes = zip(
+        forward.spatial,
+        forward.output_spatial,
+        conv.kernel_size,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        strict=True,
+    )
+    for extent, output, kernel, stride, padding, dilation in axes:
+        if 2 * padding > dilation * (kernel - 1):
+            return Support.no(
+                f"padding is {padding} of {kernel} taps: oneDNN's gradient to the weight is not "
+                "sound there"
+            )
+        for tap in range(kernel):
+            # The first input pixel whose output is not in front of the first.
+            first = max(0, -(-(padding - dilation * tap) // stride))
+            if first >= extent or stride * first - padding + dilation * tap >= output:
+                return Support.no(
+                    f"tap {tap} of {kernel} meets no output: oneDNN's gradient to the weight is "
+                    "not sound there"
+                )
+    return Support.yes()
 
 
 class _WidenedPlan(BackwardPlan):
@@ -125,13 +157,19 @@ class WidenedGradients(BackwardKernel):
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         forward = problem.forward
         support = supports_gradients(problem, device)
-        if not support or is_widened(forward, device):
+        if not support:
             return support
-        if len(forward.spatial) != 1 or forward.layout != "nhwc":
-            return Support.no("torch's own call is this form already")
-        if forward.dtype == torch.float32 and "input" in problem.gradients:
-            return Support.no("its float32 sums for the input are less exact than torch's")
-        return Support.yes()
+        if not is_widened(forward, device):
+            if len(forward.spatial) != 1 or forward.layout != "nhwc":
+                return Support.no("torch's own call is this form already")
+            if forward.dtype == torch.float32 and "input" in problem.gradients:
+                return Support.no("its float32 sums for the input are less exact than torch's")
+            assert forward.conv is not None
+            if forward.dtype == torch.float32 and forward.conv.groups > 1:
+                return Support.no("its float32 sums of groups are less exact than torch's")
+        if problem.gradients & {"weight", "bias"}:
+            return _supports_weight(forward)
+        return support
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         forward = problem.forward

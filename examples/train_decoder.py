@@ -173,7 +173,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wrap", choices=("none", "ddp", "fsdp"), default="none")
     parser.add_argument("--output", type=Path, help="losses as JSON")
     parser.add_argument("--plot", type=Path, help="losses as an image")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.wrap != "none" and arguments.batch % ranks:
+        parser.error(
+            f"--batch: got {arguments.batch}, expected a multiple of {ranks} processes, whose "
+            "gradients are averaged"
+        )
+    return arguments
 
 
 def main() -> None:

@@ -23,6 +23,19 @@ def test_options_are_refused_before_anything_is_trained():
         assert done.stderr.endswith(f"error: argument {option}: got 0, expected at least 1\n")
 
 
+def test_a_batch_that_processes_do_not_divide_is_refused():
+    """Their gradients are averaged, whatever their shares."""
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--wrap", "ddp", "--batch", "7"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "WORLD_SIZE": "2"},
+    )
+    assert done.returncode == 2
+    assert "--batch: got 7, expected a multiple of 2 processes" in done.stderr
+
+
 @pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp"])
 def test_a_decoder_trains_as_eagers_does(wrap, tmp_path):
     if not (distributed.is_available() and distributed.is_gloo_available()):

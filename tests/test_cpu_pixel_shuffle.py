@@ -13,7 +13,7 @@ from reference import FLOOR, channels_last, relative_error
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
-from fusedconv.device import PROCESSOR
+from fusedconv.device import AVX512, PROCESSOR, processor
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.compiled import transposed_problem
 from fusedconv.kernels.cpu.pixel_shuffle import PixelShuffle
@@ -123,6 +123,20 @@ def layer(layout="nchw", dtype=torch.float32, **changes):
 def test_decoders_are_served_by_it(layout):
     (explanation,) = explained(layer(layout), device=PROCESSOR)
     assert explanation.kernel == KERNEL and len(explanation.steps) == 1
+
+
+def test_blocks_that_are_not_whole_cost_what_whole_ones_do():
+    form, wide = PixelShuffle(), processor(dict.fromkeys(AVX512, True))
+
+    def cost(spatial, outputs, layout):
+        weight = torch.empty(256, outputs, 2, 2, 2, device="meta")
+        what = layer(layout, channels=256, spatial=spatial,
+                     conv=geometry_of(weight, stride=(2, 2, 2)))  # fmt: skip
+        return form.cost(what, wide)
+
+    assert cost((1, 1, 65), 96, "nchw") > 0.9 * cost((1, 1, 128), 96, "nchw")
+    assert cost((64, 8, 8), 1, "nhwc") > 0.9 * cost((64, 8, 8), 32, "nhwc")
+    assert cost((1, 1, 65), 96, "nhwc") < 0.6 * cost((1, 1, 128), 96, "nhwc")
 
 
 def test_an_activation_alone_is_part_of_it():

@@ -8,12 +8,14 @@ convolution is part of it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
-from fusedconv.device import Device
+from fusedconv.device import AVX512_BYTES, Device
 from fusedconv.kernels import onednn
 from fusedconv.kernels.compiled import address, supports_extents, transposed_problem
 from fusedconv.kernels.cpu.convolution import (
@@ -30,6 +32,8 @@ from fusedconv.support import Support
 
 #: Taps of a line of the filter, whose sums are held together.
 _MOST_TAPS = 64
+#: Rows of a block of the product.
+_ROWS = 6
 #: The share of the processor's float32 rate that the products reach, and passes over input and
 #: output beside them, which mostly run while others multiply. Measured on two cores with AVX-512.
 _SHARE = 0.9
@@ -44,6 +48,17 @@ def _activation(problem: ForwardProblem) -> str:
     if not plain or isinstance(form, Support) or form.norm is not None:
         return "identity"
     return form.before
+
+
+def _rounding(problem: ForwardProblem, device: Device) -> float:
+    """How many products whole blocks have for each one asked for."""
+    conv = problem.conv
+    assert conv is not None
+    block = 64 if device.vector_bytes >= AVX512_BYTES else 16
+    lanes, pixels = conv.out_channels * conv.kernel_size[-1], math.prod(problem.spatial)
+    rows, columns = (lanes, pixels) if result_layout(problem.layout) == "nchw" else (pixels, lanes)
+    whole = -(-rows // _ROWS) * _ROWS * -(-columns // block) * block
+    return whole / (rows * columns)
 
 
 class _PixelShuffle(Convolution):
@@ -105,6 +120,7 @@ class PixelShuffle(Form):
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         layout = result_layout(problem.layout)
         products = onednn.product_milliseconds(problem, device, torch.float32) / _SHARE
+        products *= _rounding(problem, device)
         weight = onednn.copy_milliseconds(
             device, onednn.weight_elements(problem), problem.dtype, torch.float32
         )

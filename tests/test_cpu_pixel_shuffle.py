@@ -136,7 +136,7 @@ def test_blocks_that_are_not_whole_cost_what_whole_ones_do():
 
     assert cost((1, 1, 65), 96, "nchw") > 0.9 * cost((1, 1, 128), 96, "nchw")
     assert cost((64, 8, 8), 1, "nhwc") > 0.9 * cost((64, 8, 8), 32, "nhwc")
-    assert cost((1, 1, 65), 96, "nhwc") < 0.6 * cost((1, 1, 128), 96, "nhwc")
+    assert cost((1, 1, 65), 96, "nhwc") < 0.8 * cost((1, 1, 128), 96, "nhwc")
 
 
 def test_an_activation_alone_is_part_of_it():

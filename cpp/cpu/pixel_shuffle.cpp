@@ -1,8 +1,7 @@
 #include "cpu/pixel_shuffle.hpp"
 
 #include <algorithm>
-#include <array>
-#include <vector>
+#include <numeric>
 
 #include "cpu/huge_pages.hpp"
 #include "cpu/schedule.hpp"

@@ -68,6 +68,12 @@ def _of_kernels(content: Content) -> list[dict[str, Any]]:
     return [r for r in found if all(r[name] == latest[name] for name in ("device", "versions"))]
 
 
+#: Of a panel.
+_MOST_BARS = 28
+#: A panel's pass, precision, and what else tells it apart.
+_Key = tuple[Any, ...]
+
+
 @functools.cache
 def _extents(workload: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """FLOPs of the convolution, and the output's elements."""
@@ -106,19 +112,20 @@ def _figure(content: Content, width: float, height: float) -> Figure:
 
 
 def _panels(
-    content: Content, keys: Iterable[tuple[str, str]], width: float, height: float
-) -> tuple[Figure, dict[tuple[str, str], Axes]]:
-    """A panel for each pass (columns) and precision (rows), of a size in inches."""
+    content: Content, keys: Iterable[_Key], width: float, height: float
+) -> tuple[Figure, dict[_Key, Axes]]:
+    """A panel for each pass (columns) and precision (rows, by part where there are several), of a
+    size in inches."""
     keys = list(keys)
     passes = sorted({key[0] for key in keys})
-    precisions = [each for each in PRECISIONS if any(key[1] == each for key in keys)]
-    figure = _figure(content, width * len(passes), height * len(precisions))
-    axes = figure.subplots(len(precisions), len(passes), squeeze=False)
+    below = sorted({key[1:] for key in keys}, key=lambda row: (PRECISIONS.index(row[0]), *row[1:]))
+    figure = _figure(content, width * len(passes), height * len(below))
+    axes = figure.subplots(len(below), len(passes), squeeze=False)
     result = {}
     for column, pass_ in enumerate(passes):
-        for row, precision in enumerate(precisions):
-            if (pass_, precision) in keys:
-                result[pass_, precision] = axes[row, column]
+        for row, rest in enumerate(below):
+            if (pass_, *rest) in keys:
+                result[(pass_, *rest)] = axes[row, column]
             else:
                 axes[row, column].set_axis_off()
     return figure, result
@@ -171,10 +178,16 @@ def peers(content: Content) -> Figure:
     """Bars of each contender's speed, the best peer's being 1; marks where a kernel on the floor
     would be. A panel for each pass and precision."""
     found = _rows(content)
-    widest = max(map(len, found.values()))
-    figure, panels = _panels(content, found, max(6.5, 0.5 * widest + 1), 3.0)
-    for (pass_, precision), axis in panels.items():
-        group = found[pass_, precision]
+    parts = {
+        (*key, start): group[start : start + _MOST_BARS]
+        for key, group in found.items()
+        for start in range(0, len(group), _MOST_BARS)
+    }
+    widest = max(map(len, parts.values()))
+    figure, panels = _panels(content, parts, max(6.5, 0.5 * widest + 1), 3.0)
+    for key, axis in panels.items():
+        pass_, precision, start = key
+        group = parts[key]
         for place, row in enumerate(group):
             _bars(axis, place, row)
         axis.axhline(1, color="black", linewidth=0.8)
@@ -183,8 +196,11 @@ def peers(content: Content) -> Figure:
         axis.set_xticks(range(len(group)), [row.name for row in group], rotation=30, ha="right")
         axis.tick_params(labelsize="small")
         axis.set_ylabel("times as fast as the best peer", fontsize="small")
-        mean = rows.best_peer_summary(group).mean
-        axis.set_title(f"{pass_} {precision}: geometric mean {mean:.2f}x", fontsize="medium")
+        whole = found[pass_, precision]
+        mean = rows.best_peer_summary(whole).mean
+        if start == 0:
+            axis.set_title(f"{pass_} {precision}: geometric mean {mean:.2f}x", fontsize="medium")
+        axis.set_xlim(-0.7, min(len(whole), _MOST_BARS) - 0.3)
     names = {name for group in found.values() for row in group for name in row.best}
     _legend(
         figure,

@@ -124,8 +124,9 @@ def _panels(
     result = {}
     for column, pass_ in enumerate(passes):
         for row, rest in enumerate(below):
-            if (pass_, *rest) in keys:
-                result[(pass_, *rest)] = axes[row, column]
+            key = (pass_, *rest)
+            if key in keys:
+                result[key] = axes[row, column]
             else:
                 axes[row, column].set_axis_off()
     return figure, result

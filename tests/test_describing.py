@@ -83,6 +83,7 @@ def changed(path: str, value: object) -> dict:
         ("forward.epilogue.1.name", "print()", r"epilogue\[1\].name: got 'print\(\)', expected"),
         ("forward.epilogue.1.parameter", 1, "parameter: got 1.0 for gelu, expected None"),
         ("forward.epilogue.2.eps", float("nan"), r"epilogue\[2\].eps: got nan, expected a finite"),
+        ("forward.epilogue.2.eps", 10**400, r"epilogue\[2\].eps: got 1000.*, expected a finite"),
         ("forward.epilogue.2.kind", "cube", r"epilogue\[2\].kind: got 'cube', expected one of"),
     ],
 )  # fmt: skip
@@ -220,7 +221,10 @@ def test_lines_of_both_kinds_stand_in_one_file(tmp_path):
         ({"device": "cuda"}, "device: got 'cuda', where it was recorded, expected 'cpu'"),
         ({"problem": 5}, "problem: got 5, expected an object of type ForwardProblem or"),
         ({"problem": described(problem(channels=5))}, "input: got 5 channels, expected 4"),
-        ({"batch": 2}, "got the fields summary, device, problem, batch, expected device, pro"),
+        (
+            {"batch": 2},
+            "got the fields 'summary', 'device', 'problem', 'batch', expected device, pro",
+        ),
     ],
 )
 def test_lines_that_do_not_hold_are_named(tmp_path, changes, message):

@@ -147,6 +147,7 @@ DAMAGED = {
     "versions that are a list": lambda: with_entry(versions=["1"]),
     "a name given twice": lambda: b'{"entries": [], "entries": []}',
     "a problem of no number": lambda: with_entry(problem={"type": float("nan")}),
+    "a number beyond floats": lambda: with_entry(problem={"eps": 1.5}).replace(b"1.5", b"1e999"),
 }
 
 

@@ -92,7 +92,8 @@ class Schedule {
       : units_(units), reads_(parts_to_read), writes_(parts_to_write) {
     threads_ = std::min({static_cast<int64_t>(threads), units * std::max(reads_, writes_),
                          ceil_div(units * elements_of_unit, kMinPerThread)});
-    whole_ = units_ % threads_ == 0 || units_ >= 8 * threads_;
+    // A unit of one part has nothing to share.
+    whole_ = reads_ + writes_ == 1 || units_ % threads_ == 0 || units_ >= 8 * threads_;
     int64_t const wave = threads_ * kWavePerThread / elements_of_unit;
     places_ = whole_ ? threads_ : std::clamp<int64_t>(wave, 1, units_);
   }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -90,7 +90,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             raise _expected(where, value, " or ".join(map(repr, _DTYPES)))
         return _DTYPES[value]
     if kind is float:
-        if type(value) not in (int, float) or not math.isfinite(value):
+        # An integer may be larger than floats are; nan is no smaller.
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise _expected(where, value, "a finite number")
         return float(value)
     if kind is int:

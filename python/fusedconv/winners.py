@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -176,8 +177,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(text: str) -> Any:
-    raise DamagedFileError(f"expected numbers, got {text}")
+def _number(text: str) -> float:
+    """A number of JSON, or one of the names that Python's parser takes for numbers too."""
+    value = float(text)
+    _expect(math.isfinite(value), "finite numbers")
+    return value
 
 
 def read(path: Path) -> dict[str, Entry]:
@@ -189,7 +193,9 @@ def read(path: Path) -> dict[str, Entry]:
         content = file.read(_MOST_BYTES + 1)
     _expect(len(content) <= _MOST_BYTES, f"at most {_MOST_BYTES} bytes")
     try:
-        found = json.loads(content, object_pairs_hook=_object, parse_constant=_no_number)
+        found = json.loads(
+            content, object_pairs_hook=_object, parse_float=_number, parse_constant=_number
+        )
         (entries,) = _fields(found, "entries")
         _expect(isinstance(entries, list), "a list of entries")
         return {each.key: each for each in map(_entry, entries)}

@@ -32,7 +32,7 @@ def _options(fields: dict[str, Any]) -> list[str]:
         if name in _NO_SHAPES:
             raise ValueError(f"got {name}, expected what a problem consists of")
         if value is None:
-            raise ValueError(f"{name}: got null, expected a value")
+            raise ValueError(f"{name!r}: got null, expected a value")
         if value is True:
             arguments.append(f"--{name}")
         elif value is False:
@@ -48,7 +48,7 @@ def _recorded(fields: dict[str, Any], device: torch.device) -> Problem:
     expected = {"summary", "device", "problem"}
     if set(fields) != expected:
         names = ", ".join(sorted(expected))
-        raise ValueError(f"got the fields {', '.join(fields)}, expected {names}")
+        raise ValueError(f"got the fields {', '.join(map(repr, fields))}, expected {names}")
     problem = problem_of(fields["problem"])
     if fields["device"] != device.type:
         raise ValueError(

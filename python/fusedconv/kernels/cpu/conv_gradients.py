@@ -67,6 +67,10 @@ def _conversion_milliseconds(
 # ---- torch's operator on other tensors -----------------------------------------------------------
 
 
+#: Along an axis, that are gone through.
+_MOST_TAPS = 4096
+
+
 def _supports_weight(forward: ForwardProblem) -> Support:
     """Whether oneDNN's gradient to the weight, which comes with the bias's, is sound on channels
     last. With more padding than keeps extents it wrote beyond its memory or left garbage, and where
@@ -83,6 +87,10 @@ def _supports_weight(forward: ForwardProblem) -> Support:
         strict=True,
     )
     for extent, output, kernel, stride, padding, dilation in axes:
+        if kernel > _MOST_TAPS:
+            return Support.no(
+                f"a filter of {kernel} taps along an axis, up to {_MOST_TAPS} are seen"
+            )
         if 2 * padding > dilation * (kernel - 1):
             return Support.no(
                 f"padding is {padding} of {kernel} taps: oneDNN's gradient to the weight is not "

@@ -167,12 +167,12 @@ class ChannelsFirst final : PixelShuffle {
   // The tile's pixels of all channels in float32, block by block, zeros behind the last pixel.
   void stage(int64_t sample, int64_t first, int64_t count, float* to) const {
     int64_t const block = products_.columns;
-    for (int64_t at = 0; at < count; at += block) {
-      int64_t const pixels = std::min(block, count - at);
+    for (int64_t done = 0; done < count; done += block) {
+      int64_t const pixels = std::min(block, count - done);
       for (int64_t c = 0; c < channels_; ++c) {
-        float* const line = to + at * channels_ + c * block;
-        int64_t const offset = (sample * channels_ + c) * pixels_ + first + at;
-        forward_.apply_to_run[index_of(dtype_)][kFloat][0](at_(tensors_.input, offset), line,
+        float* const line = to + done * channels_ + c * block;
+        int64_t const offset = (sample * channels_ + c) * pixels_ + first + done;
+        forward_.apply_to_run[index_of(dtype_)][kFloat][0](at(tensors_.input, dtype_, offset), line,
                                                            pixels, 0.0f, 1.0f, 0.0f);
         std::fill(line + pixels, line + block, 0.0f);
       }
@@ -197,8 +197,6 @@ class ChannelsFirst final : PixelShuffle {
                            0.0f, 1.0f, bias);
                      });
   }
-
-  void const* at_(void const* base, int64_t offset) const { return at(base, dtype_, offset); }
 };
 
 // Rows of the product are pixels, columns are taps along width and output channels.
@@ -310,7 +308,8 @@ void check(TransposedProblem const& problem, DType dtype, int64_t batch,
                     axis.output, ", expected ", int64_t(axis.input) * axis.stride);
   }
   int const code = int(dtype);
-  FUSEDCONV_CHECK(code >= 0 && code < kDTypes, kKernel, ": dtype: got code ", code);
+  FUSEDCONV_CHECK(code >= 0 && code < kDTypes, kKernel, ": dtype: got code ", code,
+                  ", expected 0 to ", kDTypes - 1);
   FUSEDCONV_CHECK(t.weight_strides.size() == 5, kKernel, ": weight_strides: got ",
                   t.weight_strides.size(), ", expected 5");
   pointer("input", t.input);

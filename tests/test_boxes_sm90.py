@@ -270,7 +270,7 @@ def test_an_output_in_another_layout_or_dtype_is_stored_by_a_pass():
 
 
 def test_channels_first_asks_for_lines_of_whole_16_bytes():
-    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_2x128_planes")
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_2x64_planes_pair")
     for spatial, size, padding, reason in (
         ((8, 12), 2, 0, "a line of 12 pixels"),
         ((8, 16), 4, 1, "beside each other along width"),

@@ -51,6 +51,8 @@ SIZES = (
 )
 #: The same of strides as large as the kernel.
 PATCHES = ((4, (37, 37), 4), (4, (40, 40), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
+#: As vocoders upsample a line: by half the kernel.
+LINES = ((8, (4096,), 16),)
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
@@ -65,10 +67,11 @@ def asked_for(precision: str, layout: str, groups: int, **fields: object) -> For
 
 def convolutions() -> Iterator[ForwardProblem]:
     for precision, layout, (channels, out), (batch, spatial, kernel) in itertools.product(
-        DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES)
+        DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES, *LINES)
     ):
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
-        stride = kernel if (batch, spatial, kernel) in PATCHES else 1
+        size = batch, spatial, kernel
+        stride = kernel if size in PATCHES else kernel // 2 if size in LINES else 1
         for padding in {0, kernel // 2, kernel - 1}:
             each = asked_for(
                 precision,

@@ -76,7 +76,10 @@ void bind_sm90_boxes(py::module_& room) {
           "Of a block's columns: phases that are neighbours, where there are several.")
       .def_property_readonly(
           "planes", [](Row const& row) { return row.shape.planes; },
-          "Whether it reads channels first.");
+          "Whether it reads channels first.")
+      .def_property_readonly(
+          "residents", [](Row const& row) { return row.shape.residents; },
+          "Blocks of a multiprocessor.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init([](Row const& row, Problem const& problem, Device const& device, bool gathers) {

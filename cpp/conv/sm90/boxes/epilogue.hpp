@@ -289,9 +289,10 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
                                                Consumer const& self, Sums<Traits>& sums,
                                                unsigned char* staged) {
   if constexpr (kPortionIndex < Traits::kColumns / Traits::kPortion) {
-    unsigned char* const own = staged + kPortionIndex % 2 * Memory::kPortionBytes;
+    constexpr int kStaged = Traits::kShape.staged_portions();
+    unsigned char* const own = staged + kPortionIndex % kStaged * Memory::kPortionBytes;
     // The copies of the portion that lay here have read it.
-    if (self.thread == 0) device::wait_stores_read<1>();
+    if (self.thread == 0) device::wait_stores_read<kStaged - 1>();
     self.sync();
     if constexpr (kChannelsLast) {
       stage_pixels<Traits, kPortionIndex>(p, self, sums, own);

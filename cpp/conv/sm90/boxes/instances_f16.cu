@@ -3,17 +3,20 @@
 namespace fusedconv::conv::sm90::boxes {
 
 void append_f16(std::vector<Row>& rows) {
-  append_row<Math::kF16, 256>(rows);
-  append_row<Math::kF16, 192>(rows);
-  append_row<Math::kF16, 128>(rows);
-  append_row<Math::kF16, 64>(rows);
-  append_row<Math::kF16, 256, 2>(rows);
-  append_row<Math::kF16, 128, 2>(rows);
-  append_row<Math::kF16, 256, 4>(rows);
-  append_row<Math::kF16, 256, 8>(rows);
-  append_row<Math::kF16, 256, 2, true>(rows);
-  append_row<Math::kF16, 128, 2, true>(rows);
-  append_row<Math::kF16, 256, 4, true>(rows);
+  append_row<Math::kF16, Shape{.columns = 256}>(rows);
+  append_row<Math::kF16, Shape{.columns = 192}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128}>(rows);
+  append_row<Math::kF16, Shape{.columns = 64}>(rows);
+  append_row<Math::kF16, Shape{.columns = 256, .segments = 8}>(rows);
+  append_row<Math::kF16, Shape{.columns = 256, .segments = 4, .planes = true}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 64, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128, .segments = 2, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 64, .segments = 2, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128, .segments = 4, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128, .segments = 2, .planes = true, .residents = 2}>(
+      rows);
+  append_row<Math::kF16, Shape{.columns = 64, .segments = 2, .planes = true, .residents = 2}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

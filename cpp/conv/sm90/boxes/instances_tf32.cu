@@ -3,13 +3,16 @@
 namespace fusedconv::conv::sm90::boxes {
 
 void append_tf32(std::vector<Row>& rows) {
-  append_row<Math::kTf32, 256>(rows);
-  append_row<Math::kTf32, 192>(rows);
-  append_row<Math::kTf32, 128>(rows);
-  append_row<Math::kTf32, 64>(rows);
-  append_row<Math::kTf32, 256, 2>(rows);
-  append_row<Math::kTf32, 128, 2>(rows);
-  append_row<Math::kTf32, 256, 4>(rows);
+  append_row<Math::kTf32, Shape{.columns = 256}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 192}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 128}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 64}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 128, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 64, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 128, .segments = 2, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 96, .segments = 2, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 64, .segments = 2, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 128, .segments = 4, .residents = 2}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -52,7 +52,9 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
                        : Traits::kStepBytes) >>
       4;
-  unsigned char* const staged = shared + p.memory.staged + self.index * 2 * Memory::kPortionBytes;
+  unsigned char* const staged =
+      shared + p.memory.staged +
+      self.index * Traits::kShape.staged_portions() * Memory::kPortionBytes;
   device::RingCursor cursor;
   auto const release = [&](int stage) {
     if (self.lane == 0) device::arrive(&barriers.empty[stage]);
@@ -121,7 +123,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
 
 // kNormalizes: pixels, in a kernel of its own, as the others' epilogues would be the slower for it.
 template <class Traits, bool kNormalizes>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& barriers = *reinterpret_cast<Barriers*>(shared + p.memory.barriers);
@@ -137,11 +139,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
   if (role == kConsumers) {
-    cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+    if constexpr (Traits::kResidents == 1) cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
     if (threadIdx.x == kConsumers * kWarpgroupThreads) fill_ring<Traits>(p, maps, barriers, shared);
     return;
   }
-  cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+  if constexpr (Traits::kResidents == 1) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   Consumer const self{.index = role,
                       .thread = thread,

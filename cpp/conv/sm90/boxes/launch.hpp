@@ -26,30 +26,33 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   Slabs const slabs = config.schedule.slabs(a.batch);
   Params const p = Params::of(a, slabs);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
-  auto const blocks = unsigned(std::min<int64_t>(items, config.multiprocessors));
+  auto const blocks =
+      unsigned(std::min<int64_t>(items, int64_t(config.multiprocessors) * Traits::kResidents));
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(shared_bytes));
-  conv::check_launch(
-      config, a.batch, "launch",
-      device::launch_early(kernel, blocks, kThreads, shared_bytes, stream, p, maps_of(a, slabs)));
+  conv::check_launch(config, a.batch, "launch",
+                     device::launch_early(kernel, blocks, Traits::kBlockThreads, shared_bytes,
+                                          stream, p, maps_of(a, slabs)));
 }
 
-template <Math kMath, int kColumns, int kSegments, bool kPlanes>
+template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
-  using Own = Traits<kMath, kColumns, kSegments, kPlanes>;
+  using Own = Traits<kMath, kShape>;
   if (a.norm != nullptr) return launch_kernel<Own, true>(a, stream);
   launch_kernel<Own, false>(a, stream);
 }
 
-template <Math kMath, int kColumns, int kSegments = 1, bool kPlanes = false>
+template <Math kMath, Shape kShape>
 void append_row(std::vector<Row>& rows) {
-  std::string const columns =
-      kSegments == 1 ? detail::join(kColumns) : detail::join(kSegments, "x", kColumns / kSegments);
-  rows.push_back({.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
-                                       kPlanes ? "_planes" : ""),
-                  .math = kMath,
-                  .shape = {.columns = kColumns, .segments = kSegments, .planes = kPlanes},
-                  .launch = &launch<kMath, kColumns, kSegments, kPlanes>});
+  std::string const columns = kShape.segments == 1
+                                  ? detail::join(kShape.columns)
+                                  : detail::join(kShape.segments, "x", kShape.segment_columns());
+  rows.push_back(
+      {.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
+                            kShape.planes ? "_planes" : "", kShape.residents == 1 ? "" : "_pair"),
+       .math = kMath,
+       .shape = kShape,
+       .launch = &launch<kMath, kShape>});
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

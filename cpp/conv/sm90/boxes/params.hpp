@@ -112,7 +112,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.piece_shift = std::countr_zero(unsigned(std::min(s.store_positions, slabs.box[2])));
   p.box_bytes = slabs.positions() * kChunkBytes;
   std::copy(slabs.box.begin(), slabs.box.end(), p.box);
-  p.memory = Memory::of(s.stages, s.stage_bytes);
+  p.memory = Memory::of(config.row->shape, s.stages, s.stage_bytes);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
   p.segments = cutlass::FastDivmod(s.segment);
   p.slabs_d = cutlass::FastDivmod(slabs.count[0]);

@@ -53,8 +53,10 @@ struct Shape {
   int columns = 0;      // of a block
   int segments = 1;     // of these
   bool planes = false;  // reads channels first, else last
+  int residents = 1;    // blocks of a multiprocessor: one's products while another stores
 
   constexpr int segment_columns() const { return columns / segments; }
+  constexpr int staged_portions() const { return residents == 1 ? 2 : 1; }  // of a consumer
 };
 
 // Phases that blocks of columns go over together.
@@ -115,13 +117,14 @@ Support gather_taps(Problem const& problem, Schedule& schedule);
 // Of shared memory: the ring, what consumers stage of their output, barriers.
 struct Memory {
   static constexpr int kBarrierBytes = 256;
-  static constexpr int kPortionBytes = kSlab * kChunkBytes;  // a consumer stages two
+  static constexpr int kPortionBytes = kSlab * kChunkBytes;  // of what a consumer stages
+  static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
   int staged = 0, barriers = 0, end = 0;
 
-  static Memory of(int stages, int stage_bytes) {
+  static Memory of(Shape const& shape, int stages, int stage_bytes) {
     Memory m;
     m.staged = stages * stage_bytes;
-    m.barriers = m.staged + 2 * kConsumers * kPortionBytes;
+    m.barriers = m.staged + shape.staged_portions() * kConsumers * kPortionBytes;
     m.end = m.barriers + kBarrierBytes;
     return m;
   }

@@ -6,6 +6,7 @@
 
 #include "conv/sm90/boxes/schedule.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
+#include "cute/arch/mma_sm90_gmma_ext.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 
@@ -14,7 +15,8 @@ namespace gmma = cute::SM90::GMMA;
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 inline constexpr int kWarpRows = kSlab / kWarpgroupWarps;
-// Consumers, and a warpgroup of which one thread copies.
+// Of a block that has a multiprocessor to itself: consumers, and a warpgroup of which one thread
+// copies and which gives registers away.
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
 inline constexpr int kConsumerRegisters = 232;
 inline constexpr int kCopyRegisters = 40;
@@ -44,17 +46,22 @@ FUSEDCONV_INSTRUCTION(256)
 FUSEDCONV_INSTRUCTION(192)
 FUSEDCONV_INSTRUCTION(128)
 FUSEDCONV_INSTRUCTION(64)
+FUSEDCONV_INSTRUCTION(48)
 FUSEDCONV_INSTRUCTION(32)
 #undef FUSEDCONV_INSTRUCTION
 
-template <Math kMath_, int kColumns_, int kSegments_, bool kPlanes_>
+template <Math kMath_, Shape kShape_>
 struct Traits {
   static constexpr Math kMath = kMath_;
-  static constexpr int kColumns = kColumns_;
-  static constexpr int kSegments = kSegments_;
-  static constexpr bool kPlanes = kPlanes_;
+  static constexpr Shape kShape = kShape_;
+  static constexpr int kColumns = kShape.columns;
+  static constexpr int kSegments = kShape.segments;
+  static constexpr bool kPlanes = kShape.planes;
+  static constexpr int kResidents = kShape.residents;
 
-  static constexpr Shape kShape{.columns = kColumns, .segments = kSegments, .planes = kPlanes};
+  // Where blocks share a multiprocessor one warp copies, and registers stay where they are.
+  static constexpr int kBlockThreads =
+      kResidents == 1 ? kThreads : kConsumers * kWarpgroupThreads + 32;
   static constexpr int kSegmentColumns = kShape.segment_columns();
   using Own = Instruction<kMath, kSegmentColumns, kPlanes ? gmma::Major::MN : gmma::Major::K>;
   using Element = typename Own::Element;

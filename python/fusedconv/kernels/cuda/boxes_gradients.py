@@ -65,6 +65,9 @@ class CostConstants:
 
     #: The input's, over what the forward rows' constants say.
     gathers: float
+    #: The input's again, by a row of more than 64 columns whose blocks share a
+    #: multiprocessor: the pixels that they read come twice as often.
+    shared: float
     #: A slab's products, over their cycles at full rate, in 16 bits, and in TF32 by the input
     #: channels that an instruction takes.
     products: float
@@ -88,6 +91,7 @@ class CostConstants:
 #: Fitted to the times of 21 convolutions, mostly layers of real models, channels last, on an H200.
 COSTS = CostConstants(
     gathers=1.1,
+    shared=1.15,
     products=0.98,
     from_registers={64: 1.9, 128: 1.2, 256: 1.0},
     copied=0.017,
@@ -271,7 +275,8 @@ class BoxesGradients(BackwardKernel):
     ) -> float:
         rows = boxes_sm90.COSTS
         tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, rows)
-        return costs.gathers * launch_cycles(tile, config, forward.batch, device, rows)
+        cycles = costs.gathers * launch_cycles(tile, config, forward.batch, device, rows)
+        return cycles * costs.shared if row.residents > 1 and row.columns > 64 else cycles
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""

@@ -60,6 +60,13 @@ class CostConstants:
     column: Mapping[tuple[str, int], float]
     #: A block of columns beside these.
     block: float
+    #: Where blocks share a multiprocessor, so that one's products hide another's epilogue: the
+    #: products and the epilogue of a row, over those of one that has it to itself, by segments and
+    #: by layout; what the shorter of the two adds to the longer, over itself, by bytes of an
+    #: element.
+    shared_products: Mapping[int, float]
+    shared_epilogue: Mapping[str, float]
+    hidden: Mapping[int, float]
     #: A launch beside these.
     launch: float
     #: All of it where bytes bound it, over their time at copy rate.
@@ -78,6 +85,9 @@ COSTS = CostConstants(
     step=200.0,
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
     block=1030.0,
+    shared_products={1: 0.94, 2: 0.94, 4: 1.17},
+    shared_epilogue={"nhwc": 0.87, "nchw": 0.76},
+    hidden={2: 0.82, 4: 0.77},
     launch=9000.0,
     moved=1.42,
     transposed=1.5,
@@ -101,7 +111,12 @@ def tile_cycles(
         steps += costs.step
     column = costs.column[layout, size]
     products: float = steps * config.channel_blocks * config.chunks
-    return products + config.blocks * (row.columns * column * stored + costs.block)
+    epilogue: float = config.blocks * (row.columns * column * stored + costs.block)
+    if row.residents == 1:
+        return products + epilogue
+    products *= costs.shared_products[row.segments]
+    epilogue *= costs.shared_epilogue[layout]
+    return max(products, epilogue) + costs.hidden[size] * min(products, epilogue)
 
 
 def launch_cycles(

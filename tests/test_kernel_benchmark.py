@@ -105,7 +105,7 @@ def test_kernels_that_all_fail_say_why(monkeypatch):
 
 class Broken(Toy):
     def compile(self, problem, device):
-        plan = ToyPlan(self.name)
+        plan = ToyPlan(self.name, problem)
 
         def run(*tensors):
             raise RuntimeError("it broke")

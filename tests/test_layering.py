@@ -37,6 +37,7 @@ LAYERS = (
     "timing",
     "winners",
     "plan",
+    "checking",
     "reference",
     "kernels.compiled",
     "kernels.onednn",

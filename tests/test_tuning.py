@@ -33,7 +33,7 @@ class Timed(Toy):
         self.runs = 0
 
     def compile(self, problem, device):
-        plan = ToyPlan(self.name)
+        plan = ToyPlan(self.name, problem)
         run = plan.run
 
         def slowly(*tensors):

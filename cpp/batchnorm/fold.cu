@@ -1,5 +1,6 @@
 #include "batchnorm/fold.hpp"
 
+#include "cuda/launch.hpp"
 #include "cuda/store.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -12,6 +13,7 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     fold_statistics(FoldProblem const p, void const* mean, void const* variance, void const* weight,
                     void const* bias, float* scale, float* shift) {
+  device::join_stream();
   int64_t const channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   auto const at = [&](void const* tensor, DType dtype, float otherwise) {
@@ -26,6 +28,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     gradients_of_fold(FoldProblem const p, void const* mean, void const* variance,
                       FoldGradients const g) {
+  device::join_stream();
   int64_t const channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   float const scale = g.scale == nullptr ? 0.0f : g.scale[channel];
@@ -46,7 +49,8 @@ void fold(FoldProblem const& p, void const* mean, void const* variance, void con
           void const* bias, float* scale, float* shift, cudaStream_t stream) {
   if (p.channels == 0) return;
   dim3 const grid = device::checked_grid("fold_statistics", ceil_div(p.channels, kThreads));
-  fold_statistics<<<grid, kThreads, 0, stream>>>(p, mean, variance, weight, bias, scale, shift);
+  device::launch(fold_statistics, grid, kThreads, 0, stream, p, mean, variance, weight, bias, scale,
+                 shift);
   FUSEDCONV_CUDA("fold_statistics", cudaGetLastError());
 }
 
@@ -54,7 +58,7 @@ void fold_gradients(FoldProblem const& p, void const* mean, void const* variance
                     FoldGradients const& gradients, cudaStream_t stream) {
   if (p.channels == 0) return;
   dim3 const grid = device::checked_grid("gradients_of_fold", ceil_div(p.channels, kThreads));
-  gradients_of_fold<<<grid, kThreads, 0, stream>>>(p, mean, variance, gradients);
+  device::launch(gradients_of_fold, grid, kThreads, 0, stream, p, mean, variance, gradients);
   FUSEDCONV_CUDA("gradients_of_fold", cudaGetLastError());
 }
 

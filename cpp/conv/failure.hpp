@@ -29,6 +29,7 @@ template <class Config>
 template <class Config>
 void check_launch(Config const& config, int batch, char const* where, cudaError_t status) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // which somebody else's check would find
   fail_launch(config, batch, where,
               detail::join(cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
 }

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstddef>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -30,42 +31,64 @@ cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Launches a kernel of compute capability 9.0 whose blocks may start while the last ones of the
-// kernel before it on the stream end, in clusters of `cluster` blocks. Each of its threads calls
-// wait_for_predecessors().
+// Whether a kernel was compiled for compute capability 9.0 or later, so that join_stream() waits in
+// it: on the same device others may come from PTX of an earlier one. Asked once for each device.
+inline bool joins_stream(void const* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<void const*, int>, bool> known;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  std::scoped_lock const lock(mutex);
+  auto const [entry, is_new] = known.try_emplace({kernel, device}, false);
+  if (is_new) {
+    cudaFuncAttributes attributes{};
+    bool const found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+    entry->second = found && attributes.ptxVersion >= 90;
+  }
+  return entry->second;
+}
+
+// Launches a kernel, which begins with join_stream(): where that waits, its blocks may start while
+// the kernels before it on the stream end. In clusters of `cluster` blocks, on compute capability
+// 9.0. An error is also the runtime's last one.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_clusters_early(void (*kernel)(Parameters...), int cluster, dim3 grid,
-                                  int threads, int shared_bytes, cudaStream_t stream,
-                                  Arguments&&... arguments) {
+cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 threads,
+                            std::size_t shared_bytes, cudaStream_t stream,
+                            Arguments&&... arguments) {
   cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {unsigned(cluster), 1, 1};
+  unsigned count = 0;
+  if (joins_stream(reinterpret_cast<void const*>(kernel))) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {unsigned(cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = std::size_t(shared_bytes);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
-  cudaError_t const status =
-      cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-  if (status != cudaSuccess) cudaGetLastError();  // which somebody else's check would find
-  return status;
+  config.numAttrs = count;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
-                         cudaStream_t stream, Arguments&&... arguments) {
-  return launch_clusters_early(kernel, 1, grid, threads, shared_bytes, stream,
-                               std::forward<Arguments>(arguments)...);
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, std::size_t shared_bytes,
+                   cudaStream_t stream, Arguments&&... arguments) {
+  return launch_clusters(kernel, 1, grid, threads, shared_bytes, stream,
+                         std::forward<Arguments>(arguments)...);
 }
 
-// Until the kernels before this one on the stream have ended and what they wrote is seen. Nothing
-// that any of them reads or writes may be written, and nothing that they write be read, before.
-__device__ __forceinline__ void wait_for_predecessors() {
+// The first thing that every thread of a launched kernel does: lets the kernels behind it on the
+// stream start as soon as all its blocks have, and waits until those before it have ended and what
+// they wrote is seen. Nothing that any of them reads or writes may be written before, nor anything
+// that they write be read.
+__device__ __forceinline__ void join_stream() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

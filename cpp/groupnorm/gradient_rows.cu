@@ -1,6 +1,7 @@
 // Gradients channels last: a thread keeps its channels and goes down the rows.
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/gradient_device.hpp"
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
+  device::join_stream();
   extern __shared__ float4 shared[];  // the table, then sums, [map.rows][width]
   Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
   int const width = map.columns * kVector;
@@ -153,6 +155,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                  GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {
+  device::join_stream();
   extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
   Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
   int const width = map.columns * kVector;
@@ -216,9 +219,10 @@ void sum_gradients_of_rows(GroupNormProblem const& p, GradientTensors const& ten
       dim3 const grid = device::checked_grid("sums_of_rows", p.batch * split.count, map.slabs);
       int const width = map.columns * vector.value;
       int const shared = width * std::max(int(sizeof(float4)), map.rows * int(sizeof(GradientSum)));
-      sums_of_rows<T, vector.value, known.value><<<grid, kThreads, shared, stream>>>(
-          static_cast<T const*>(tensors.input), static_cast<T const*>(tensors.grad_output), affine,
-          p.pixels, split.size, split.count, map, partials);
+      device::launch(sums_of_rows<T, vector.value, known.value>, grid, kThreads, shared, stream,
+                     static_cast<T const*>(tensors.input),
+                     static_cast<T const*>(tensors.grad_output), affine, p.pixels, split.size,
+                     split.count, map, partials);
     });
   });
   FUSEDCONV_CUDA("sums_of_rows", cudaGetLastError());
@@ -239,10 +243,11 @@ void input_gradient_of_rows(GroupNormProblem const& p, GradientTensors const& te
       int const tables = int(sizeof(float4) + sizeof(GroupTerms));
       int const shared = width * std::max(tables, map.rows * int(sizeof(float)));
       device::dispatch_bool(tensors.sums != nullptr, [&](auto sums) {
-        grad_of_rows<T, vector.value, known.value, sums.value><<<grid, kThreads, shared, stream>>>(
-            static_cast<T const*>(tensors.input), static_cast<T const*>(tensors.grad_output),
-            static_cast<T*>(tensors.grad_input), affine, terms, p.pixels, split.size, split.count,
-            map, tensors.sums);
+        device::launch(grad_of_rows<T, vector.value, known.value, sums.value>, grid, kThreads,
+                       shared, stream, static_cast<T const*>(tensors.input),
+                       static_cast<T const*>(tensors.grad_output),
+                       static_cast<T*>(tensors.grad_input), affine, terms, p.pixels, split.size,
+                       split.count, map, tensors.sums);
       });
     });
   });

@@ -1,5 +1,6 @@
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/store.hpp"
 #include "cuda/sum.hpp"
@@ -36,6 +37,7 @@ template <class T, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
+  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   int64_t const base = int64_t(plane) * pixels + begin;
@@ -90,6 +92,7 @@ __global__ void __launch_bounds__(kThreads)
     merge_sums(float2 const* __restrict__ partials, GradientAffine affine, int count,
                bool channels_last, float elements, float2* __restrict__ sums,
                GroupTerms* __restrict__ terms) {
+  device::join_stream();
   int const sample = int(blockIdx.x / unsigned(affine.groups));
   int const group = int(blockIdx.x % unsigned(affine.groups));
   int const warp = threadIdx.x / 32;
@@ -121,6 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     sums_over_samples(float2 const* __restrict__ sums, int64_t batch, int channels,
                       AffineTargets const targets) {
+  device::join_stream();
   int const channel = int(blockIdx.x);
   float2 total{};
   for (int64_t n = threadIdx.x; n < batch; n += kThreads) {
@@ -158,8 +162,8 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
   Split const split = split_gradients(p);
   dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
   dispatch_gradients<T, kActivate>(p, tensors, true, [&](auto vector, auto known) {
-    sums_of_planes<T, vector.value, known.value>
-        <<<grid, kThreads, 0, stream>>>(x, g, affine, p.pixels, split.size, split.count, partials);
+    device::launch(sums_of_planes<T, vector.value, known.value>, grid, kThreads, 0, stream, x, g,
+                   affine, p.pixels, split.size, split.count, partials);
   });
   FUSEDCONV_CUDA("gradient_sums", cudaGetLastError());
 }
@@ -198,15 +202,17 @@ void merge_gradient_sums(GradientBuffers const& buffers, GroupNormProblem const&
                          GroupTerms* terms, cudaStream_t stream) {
   bool const last = p.input_layout == Layout::kChannelsLast;
   GradientAffine const affine = gradient_affine_of(p, {.weight = weight});
-  merge_sums<<<device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0, stream>>>(
-      partials, affine, buffers.partials, last, float(p.group_size()), sums, terms);
+  device::launch(merge_sums, device::checked_grid("merge_sums", p.batch * p.groups), kThreads, 0,
+                 stream, partials, affine, buffers.partials, last, float(p.group_size()), sums,
+                 terms);
   FUSEDCONV_CUDA("merge_gradient_sums", cudaGetLastError());
 }
 
 void affine_gradients(GroupNormProblem const& p, GradientSum const* sums,
                       AffineTargets const& targets, cudaStream_t stream) {
   dim3 const grid = device::checked_grid("affine_gradients", p.channels);
-  sums_over_samples<<<grid, kThreads, 0, stream>>>(sums, p.batch, int(p.channels), targets);
+  device::launch(sums_over_samples, grid, kThreads, 0, stream, sums, p.batch, int(p.channels),
+                 targets);
   FUSEDCONV_CUDA("affine_gradients", cudaGetLastError());
 }
 

@@ -1,5 +1,6 @@
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kThreads)
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                    int64_t split_size, int splits, Lines lines, LineStep step,
                    float* __restrict__ sums) {
+  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int const sample = plane / affine.channels;
   int const index = plane % affine.channels;
@@ -107,9 +109,10 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   dispatch_gradients<T, kActivate>(p, tensors, !in_lines, [&](auto vector, auto known) {
     constexpr int kVector = vector.value;
     dispatch_form(tensors, in_lines, [&](auto form) {
-      grad_of_planes<T, kVector, known.value, form.value><<<grid, kThreads, 0, stream>>>(
-          x, g, output, affine, terms, p.pixels, split.size, split.count, Lines::of(p, tensors),
-          LineStep::of(tensors, kThreads * kVector), tensors.sums);
+      device::launch(grad_of_planes<T, kVector, known.value, form.value>, grid, kThreads, 0, stream,
+                     x, g, output, affine, terms, p.pixels, split.size, split.count,
+                     Lines::of(p, tensors), LineStep::of(tensors, kThreads * kVector),
+                     tensors.sums);
     });
   });
   FUSEDCONV_CUDA("input_gradient", cudaGetLastError());

@@ -2,6 +2,7 @@
 
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/moments.hpp"
@@ -27,6 +28,7 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(MergeParams const p, CountedPartial const* __restrict__ partials,
                  StatisticsTargets targets) {
+  device::join_stream();
   int const sample = int(blockIdx.x) / p.groups;
   int const first = int(blockIdx.x) % p.groups * p.channels_per_group;
   CountedPartial const* const source = partials + sample * p.slots * p.channels + first;
@@ -79,7 +81,8 @@ void merge_counted(char const* where, GroupNormProblem const& problem, int64_t s
   // number of samples, so that the bits of a result do not depend on how a batch is cut.
   constexpr int kEach = 16;
   auto const launch = [&](auto threads) {
-    merge_kernel<threads.value><<<grid, threads.value, 0, stream>>>(p, partials, targets);
+    device::launch(merge_kernel<threads.value>, grid, threads.value, 0, stream, p, partials,
+                   targets);
   };
   if (parts <= 128 * kEach) {
     launch(std::integral_constant<int, 128>{});

@@ -1,4 +1,5 @@
 #include "groupnorm/moments.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     moments_channels_first(T const* __restrict__ input, Partial* __restrict__ partials,
                            int64_t group_size, int64_t split_size, int splits,
                            Activation activation) {
+  device::join_stream();
   constexpr int kVector = 16 / sizeof(T);
   int64_t const group = blockIdx.x / splits;
   int64_t const split = blockIdx.x % splits;
@@ -77,6 +79,7 @@ __global__ void __launch_bounds__(kThreads)
     finalize_channels_first(Partial const* __restrict__ partials, StatisticsTargets targets,
                             int64_t groups, int64_t group_size, int64_t split_size, int splits,
                             float eps) {
+  device::join_stream();
   int64_t const group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (group >= groups) return;
   Moments total;
@@ -99,6 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                           RowMap map, Activation activation) {
+  device::join_stream();
   extern __shared__ device::RelativeMoments shared[];  // [rows][columns * kVector]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -175,6 +179,7 @@ __global__ void __launch_bounds__(kThreads)
     finalize_channels_last(Partial const* __restrict__ partials, StatisticsTargets targets,
                            int groups, int channels_per_group, int64_t row_channels, int64_t pixels,
                            int64_t block_rows, int row_blocks, float eps) {
+  device::join_stream();
   int64_t const sample = blockIdx.x / groups;
   int const first_channel = int(blockIdx.x % groups) * channels_per_group;
   int const parts = row_blocks * channels_per_group;
@@ -213,14 +218,14 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
     Split const split = split_run(p.group_size(), sizeof(T), 16 / sizeof(T));
     dim3 const grid = device::checked_grid("moments_channels_first", groups * split.count);
     device::dispatch_bool(activate, [&](auto active) {
-      moments_channels_first<T, active.value><<<grid, kThreads, 0, stream>>>(
-          input, partials, p.group_size(), split.size, split.count, p.activation_before);
+      device::launch(moments_channels_first<T, active.value>, grid, kThreads, 0, stream, input,
+                     partials, p.group_size(), split.size, split.count, p.activation_before);
     });
     FUSEDCONV_CUDA("moments_channels_first", cudaGetLastError());
     dim3 const blocks =
         device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
-    finalize_channels_first<<<blocks, kThreads, 0, stream>>>(
-        partials, targets, groups, p.group_size(), split.size, split.count, eps);
+    device::launch(finalize_channels_first, blocks, kThreads, 0, stream, partials, targets, groups,
+                   p.group_size(), split.size, split.count, eps);
     FUSEDCONV_CUDA("finalize_channels_first", cudaGetLastError());
     return;
   }
@@ -231,16 +236,16 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
         device::checked_grid("moments_channels_last", p.batch * split.count, map.slabs);
     int const shared = map.rows * map.columns * vector.value * int(sizeof(device::RelativeMoments));
     device::dispatch_bool(activate, [&](auto active) {
-      moments_channels_last<T, vector.value, active.value>
-          <<<grid, kThreads, shared, stream>>>(input, partials, p.input_row_channels(), p.pixels,
-                                               split.size, split.count, map, p.activation_before);
+      device::launch(moments_channels_last<T, vector.value, active.value>, grid, kThreads, shared,
+                     stream, input, partials, p.input_row_channels(), p.pixels, split.size,
+                     split.count, map, p.activation_before);
     });
   });
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
   dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
-  finalize_channels_last<<<blocks, kThreads, 0, stream>>>(
-      partials, targets, int(p.groups), int(p.channels_per_group()), p.input_row_channels(),
-      p.pixels, split.size, split.count, eps);
+  device::launch(finalize_channels_last, blocks, kThreads, 0, stream, partials, targets,
+                 int(p.groups), int(p.channels_per_group()), p.input_row_channels(), p.pixels,
+                 split.size, split.count, eps);
   FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
 }
 

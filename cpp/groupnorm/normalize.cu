@@ -1,3 +1,4 @@
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -27,6 +28,7 @@ template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
+  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   auto const channel = [&] {
@@ -42,6 +44,7 @@ template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_small_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                            unsigned pixels, unsigned planes) {
+  device::join_stream();
   unsigned const vectors_per_plane = pixels / kVector;
   int64_t const vectors = int64_t(planes) * vectors_per_plane;
   for (int64_t v = int64_t(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
@@ -69,6 +72,7 @@ __global__ void __launch_bounds__(kThreads)
     normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                    int64_t row_channels, int64_t pixels, int64_t block_rows, unsigned row_blocks,
                    RowMap map) {
+  device::join_stream();
   extern __shared__ float4 table[];  // [kVector][map.columns]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -124,6 +128,7 @@ template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(device::kTileThreads)
     normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                                 int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
+  device::join_stream();
   using Tile = device::TransposeTile<U>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
@@ -230,8 +235,8 @@ void launch_planes(GroupNormProblem const& p, T const* input, U* output, Affine 
       int64_t const blocks = ceil_div(planes * p.pixels, kThreads * vector.value);
       dim3 const grid =
           device::checked_grid("normalize_small_planes", std::min<int64_t>(blocks, 1 << 20));
-      normalize_small_planes<T, U, vector.value, kActivate><<<grid, kThreads, 0, stream>>>(
-          input, output, affine, unsigned(p.pixels), unsigned(planes));
+      device::launch(normalize_small_planes<T, U, vector.value, kActivate>, grid, kThreads, 0,
+                     stream, input, output, affine, unsigned(p.pixels), unsigned(planes));
       FUSEDCONV_CUDA("normalize_small_planes", cudaGetLastError());
       return;
     }
@@ -240,8 +245,8 @@ void launch_planes(GroupNormProblem const& p, T const* input, U* output, Affine 
       int64_t const bytes = kShares<T, known.value> * kRunBytes;
       Split const split = split_run(p.pixels, sizeof(T), kVector, bytes);
       dim3 const grid = device::checked_grid("normalize_planes", planes * split.count);
-      normalize_planes<T, U, vector.value, known.value>
-          <<<grid, kThreads, 0, stream>>>(input, output, affine, p.pixels, split.size, split.count);
+      device::launch(normalize_planes<T, U, vector.value, known.value>, grid, kThreads, 0, stream,
+                     input, output, affine, p.pixels, split.size, split.count);
     });
   });
   FUSEDCONV_CUDA("normalize_planes", cudaGetLastError());
@@ -261,9 +266,9 @@ void launch_rows(GroupNormProblem const& p, T const* input, U* output, Affine co
           int64_t const block_rows = many ? most_rows : least_rows;
           int64_t const row_blocks = ceil_div(p.pixels, block_rows);
           dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
-          normalize_rows<T, U, vector.value, known.value><<<grid, kThreads, shared_bytes, stream>>>(
-              input, output, affine, p.input_row_channels(), p.pixels, block_rows,
-              unsigned(row_blocks), map);
+          device::launch(normalize_rows<T, U, vector.value, known.value>, grid, kThreads,
+                         shared_bytes, stream, input, output, affine, p.input_row_channels(),
+                         p.pixels, block_rows, unsigned(row_blocks), map);
         });
   });
   FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
@@ -280,9 +285,9 @@ void launch_tiles(GroupNormProblem const& p, T const* input, U* output, Affine c
     if constexpr (vector.value * sizeof(U) <= 16) {
       dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
           p, [&](auto known) {
-            normalize_to_channels_first<T, U, vector.value, known.value>
-                <<<grid, device::kTileThreads, 0, stream>>>(
-                    input, output, affine, p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
+            device::launch(normalize_to_channels_first<T, U, vector.value, known.value>, grid,
+                           device::kTileThreads, 0, stream, input, output, affine,
+                           p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
           });
     }
   });

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -28,6 +29,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     block_per_group(T const* __restrict__ input, T* __restrict__ output, Affine affine,
                     StatisticsTargets saved, unsigned units, int vectors,
                     unsigned vectors_per_plane, float eps) {
+  device::join_stream();
   constexpr int kBlock = resident_block(kThreads);
   static_assert(kBlock % kThreads == 0 && kThreads % 32 == 0, "whole warps per group");
   __shared__ device::RelativeMoments shared[kBlock / 32];
@@ -78,11 +80,11 @@ void launch_block(ResidentConfig const& config, GroupNormProblem const& p,
     constexpr int kThreads = threads.value;
     constexpr int kBlock = resident_block(kThreads);
     dim3 const grid = device::checked_grid("block_per_group", ceil_div(units, kBlock / kThreads));
-    block_per_group<T, kVector, kThreads, kThreadPacks, kActivate><<<grid, kBlock, 0, stream>>>(
-        static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
-        affine_of(p, tensors.weight, tensors.bias, nullptr),
-        StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(units),
-        int(p.group_size() / kVector), unsigned(p.pixels / kVector), float(p.eps));
+    device::launch(block_per_group<T, kVector, kThreads, kThreadPacks, kActivate>, grid, kBlock, 0,
+                   stream, static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
+                   affine_of(p, tensors.weight, tensors.bias, nullptr),
+                   StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(units),
+                   int(p.group_size() / kVector), unsigned(p.pixels / kVector), float(p.eps));
   });
   FUSEDCONV_CUDA("block_per_group", cudaGetLastError());
 }

@@ -1,3 +1,4 @@
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     block_per_group_channels_last(T const* __restrict__ input, T* __restrict__ output,
                                   Affine affine, StatisticsTargets saved, unsigned units,
                                   unsigned pixels, unsigned columns, float eps) {
+  device::join_stream();
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;
@@ -96,12 +98,12 @@ void normalize_resident_channels_last(ResidentConfig const& config, GroupNormPro
       constexpr int kGroups = resident_block(kThreads) / kThreads;
       dim3 const grid =
           device::checked_grid("block_per_group_channels_last", ceil_div(units, kGroups));
-      block_per_group_channels_last<T, kThreads, active.value>
-          <<<grid, resident_block(kThreads), table_bytes(p, kThreads), stream>>>(
-              static_cast<T const*>(tensors.input), static_cast<T*>(tensors.output),
-              affine_of(p, tensors.weight, tensors.bias, nullptr),
-              StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(units),
-              unsigned(p.pixels), unsigned(p.channels_per_group() / config.vector), float(p.eps));
+      device::launch(
+          block_per_group_channels_last<T, kThreads, active.value>, grid, resident_block(kThreads),
+          table_bytes(p, kThreads), stream, static_cast<T const*>(tensors.input),
+          static_cast<T*>(tensors.output), affine_of(p, tensors.weight, tensors.bias, nullptr),
+          StatisticsTargets{.mean = tensors.mean, .rstd = tensors.rstd}, unsigned(units),
+          unsigned(p.pixels), unsigned(p.channels_per_group() / config.vector), float(p.eps));
     });
   });
   FUSEDCONV_CUDA("block_per_group_channels_last", cudaGetLastError());

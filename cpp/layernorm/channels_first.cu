@@ -1,3 +1,4 @@
+#include "cuda/launch.hpp"
 #include "layernorm/passes.hpp"
 #include "layernorm/pixel.hpp"
 
@@ -23,6 +24,7 @@ template <class T, class U, int kVector, bool kWhole, int kKnown>
 __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kKnown>)
     normalize_channels_first(Tensors<T, U> const tensors, int64_t pixels, unsigned tiles,
                              int lane_bits) {
+  device::join_stream();
   constexpr int kPacks = kHeld<T, kKnown> / kVector;
   constexpr int kAtOnce = kCall / kVector;  // packs
   constexpr bool kLow = kKeepsLow<T>;
@@ -166,8 +168,8 @@ void launch(GroupNormProblem const& p, Tensors<T, U> const& tensors, cudaStream_
     int const shared_bytes = (threads >> lane_bits) * kPacks * int(sizeof(float2)) +
                              3 * (threads / 32 << lane_bits) * kVector * int(sizeof(float));
     dim3 const grid = device::checked_grid("normalize_channels_first", p.batch * tiles);
-    normalize_channels_first<T, U, kVector, whole.value, known.value>
-        <<<grid, threads, shared_bytes, stream>>>(tensors, p.pixels, unsigned(tiles), lane_bits);
+    device::launch(normalize_channels_first<T, U, kVector, whole.value, known.value>, grid, threads,
+                   shared_bytes, stream, tensors, p.pixels, unsigned(tiles), lane_bits);
     FUSEDCONV_CUDA("normalize_channels_first", cudaGetLastError());
   };
   auto const launch_known = [&](auto known) {

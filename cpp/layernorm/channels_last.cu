@@ -1,3 +1,4 @@
+#include "cuda/launch.hpp"
 #include "layernorm/passes.hpp"
 #include "layernorm/pixel.hpp"
 
@@ -16,6 +17,7 @@ constexpr int kPacksOf = kRows == kShortRows ? 1 : kHeld / kVector / kRows;
 template <class T, class U, int kVector, int kRows, int kKnown>
 __global__ void __launch_bounds__(kRowThreads, kKnown == groupnorm::kAnyActivation ? 3 : 4)
     normalize_channels_last(Tensors<T, U> const tensors, int64_t rows, int lane_bits) {
+  device::join_stream();
   constexpr int kPacks = kPacksOf<kVector, kRows>;
   constexpr bool kLow = kKeepsLow<T>;
   constexpr int kPair = kVector < 2 ? 1 : 2;
@@ -173,8 +175,8 @@ void launch(GroupNormProblem const& p, Tensors<T, U> const& tensors, cudaStream_
     dim3 const grid =
         device::checked_grid("normalize_channels_last", ceil_div(p.batch * p.pixels, of_block));
     auto const launch_as = [&](auto known) {
-      normalize_channels_last<T, U, kVector, kRows, known.value>
-          <<<grid, kRowThreads, shared_bytes, stream>>>(tensors, p.batch * p.pixels, lane_bits);
+      device::launch(normalize_channels_last<T, U, kVector, kRows, known.value>, grid, kRowThreads,
+                     shared_bytes, stream, tensors, p.batch * p.pixels, lane_bits);
     };
     if constexpr (kVector > 1 && std::is_same_v<T, U>) {
       groupnorm::dispatch_known<true, groupnorm::kNoActivation, groupnorm::kQuickGeluAfter>(

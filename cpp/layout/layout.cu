@@ -1,5 +1,6 @@
 #include "layout/layout.hpp"
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -25,6 +26,7 @@ template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
     channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
                            int64_t padded_channels, int64_t pixels, unsigned pixel_tiles) {
+  device::join_stream();
   using Tile = device::TransposeTile<T>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
@@ -101,6 +103,7 @@ __global__ void __launch_bounds__(device::kTileThreads)
 template <class T, bool kRound>
 __global__ void pad_channels(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
                              int64_t padded_channels, int64_t total) {
+  device::join_stream();
   constexpr int kOut = 16 / sizeof(T);
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
   int64_t const pixel_packs = padded_channels / kOut;
@@ -121,6 +124,7 @@ template <class T, bool kRound>
 __global__ void pack_filter_kernel(PackedFilterProblem problem, T const* __restrict__ weight,
                                    T const* __restrict__ bias, T* __restrict__ filter,
                                    T* __restrict__ packed_bias) {
+  device::join_stream();
   conv::FilterSource const& source = problem.source;
   int64_t const taps = source.t * source.r * source.s;
   int64_t const total = problem.padded_k * taps * problem.padded_c;
@@ -156,8 +160,8 @@ void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, vo
   if (p.source == Layout::kChannelsLast) {
     int64_t const total = p.batch * p.pixels * p.padded_channels / (16 / int(sizeof(T)));
     int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 1 << 16));
-    pad_channels<T, kRound>
-        <<<blocks, 256, 0, stream>>>(source, target, p.channels, p.padded_channels, total);
+    device::launch(pad_channels<T, kRound>, blocks, 256, 0, stream, source, target, p.channels,
+                   p.padded_channels, total);
     FUSEDCONV_CUDA("pad_channels", cudaGetLastError());
     return;
   }
@@ -166,8 +170,9 @@ void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, vo
   dim3 const grid = device::checked_grid("channels_first_to_last", p.batch * pixel_tiles,
                                          ceil_div(p.padded_channels, Tile::kChannels));
   device::dispatch_vector<T>(source, p.pixels, [&](auto vector) {
-    channels_first_to_last<T, vector.value, kRound><<<grid, device::kTileThreads, 0, stream>>>(
-        source, target, p.channels, p.padded_channels, p.pixels, unsigned(pixel_tiles));
+    device::launch(channels_first_to_last<T, vector.value, kRound>, grid, device::kTileThreads, 0,
+                   stream, source, target, p.channels, p.padded_channels, p.pixels,
+                   unsigned(pixel_tiles));
   });
   FUSEDCONV_CUDA("channels_first_to_last", cudaGetLastError());
 }
@@ -177,9 +182,9 @@ void launch_pack_filter(PackedFilterProblem const& p, void const* weight, void c
                         void* filter, void* packed_bias, cudaStream_t stream) {
   int64_t const total = p.padded_k * p.source.t * p.source.r * p.source.s * p.padded_c;
   int const blocks = int(std::min<int64_t>(ceil_div(total, 256), 4096));
-  pack_filter_kernel<T, kRound>
-      <<<blocks, 256, 0, stream>>>(p, static_cast<T const*>(weight), static_cast<T const*>(bias),
-                                   static_cast<T*>(filter), static_cast<T*>(packed_bias));
+  device::launch(pack_filter_kernel<T, kRound>, blocks, 256, 0, stream, p,
+                 static_cast<T const*>(weight), static_cast<T const*>(bias),
+                 static_cast<T*>(filter), static_cast<T*>(packed_bias));
   FUSEDCONV_CUDA("pack_filter", cudaGetLastError());
 }
 

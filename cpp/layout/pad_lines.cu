@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(kThreads)
     pad_planes(T const* __restrict__ input, uint4* __restrict__ output, float* __restrict__ sums,
                int columns, int pitch, int line_vectors, int64_t plane_elements, int plane_vectors,
                int split_vectors, int splits) {
+  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   int64_t const plane = blockIdx.x / unsigned(splits);
   int const begin = int(blockIdx.x % unsigned(splits)) * split_vectors;
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     add_parts(ChannelSums const p, float const* __restrict__ sums, T* __restrict__ totals) {
+  device::join_stream();
   int64_t const channel = blockIdx.x;
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < p.batch * p.parts; i += kThreads) {
@@ -89,10 +92,10 @@ void pad_lines(LinesProblem const& p, void const* input, void* output, float* su
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
     device::dispatch_vector<T>(input, std::gcd(p.columns, p.pitch), [&](auto load) {
-      pad_planes<T, load.value><<<grid, kThreads, 0, stream>>>(
-          static_cast<T const*>(input), static_cast<uint4*>(output), sums, int(p.columns),
-          int(p.pitch), int(p.line_vectors()), p.lines * p.pitch, int(p.plane_vectors()),
-          int(ceil_div(p.plane_vectors(), splits)), int(splits));
+      device::launch(pad_planes<T, load.value>, grid, kThreads, 0, stream,
+                     static_cast<T const*>(input), static_cast<uint4*>(output), sums,
+                     int(p.columns), int(p.pitch), int(p.line_vectors()), p.lines * p.pitch,
+                     int(p.plane_vectors()), int(ceil_div(p.plane_vectors(), splits)), int(splits));
     });
   });
   FUSEDCONV_CUDA("pad_lines", cudaGetLastError());
@@ -102,7 +105,7 @@ void add_sums(ChannelSums const& p, float const* sums, void* totals, cudaStream_
   dim3 const grid = device::checked_grid("add_sums", p.channels);
   device::dispatch_type(p.dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_parts<T><<<grid, kThreads, 0, stream>>>(p, sums, static_cast<T*>(totals));
+    device::launch(add_parts<T>, grid, kThreads, 0, stream, p, sums, static_cast<T*>(totals));
   });
   FUSEDCONV_CUDA("add_sums", cudaGetLastError());
 }

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -122,6 +123,7 @@ template <class T, int kLoad, int kStore, int kStride>
 __global__ void __launch_bounds__(kThreads)
     split_planes(Params const p, T const* __restrict__ input, T* __restrict__ output,
                  float* __restrict__ sums) {
+  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   __shared__ uint4 tile[PhasesProblem::kTileVectors];
   __shared__ int64_t sources[PhasesProblem::kMostTileLines];  // of the tensor's channel
@@ -222,8 +224,8 @@ void split_phases(PhasesProblem const& p, void const* input, void* output, float
     using T = decltype(zero);
     device::dispatch_vector<T>(input, std::gcd(int64_t(p.extents[2]), p.pitch), [&](auto load) {
       auto const launch_strided = [&](auto store, auto stride) {
-        split_planes<T, load.value, store.value, stride.value><<<grid, kThreads, 0, stream>>>(
-            params, static_cast<T const*>(input), static_cast<T*>(output), sums);
+        device::launch(split_planes<T, load.value, store.value, stride.value>, grid, kThreads, 0,
+                       stream, params, static_cast<T const*>(input), static_cast<T*>(output), sums);
       };
       auto const launch = [&](auto store) {
         switch (p.phases.axes[2].stride) {

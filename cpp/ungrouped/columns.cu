@@ -1,5 +1,6 @@
 #include <bit>
 
+#include "cuda/launch.hpp"
 #include "ungrouped/device.hpp"
 #include "ungrouped/passes.hpp"
 
@@ -41,6 +42,7 @@ template <class T, int kHeld, int kVector, Known kKnown>
 __global__ void __launch_bounds__(kMostThreads, 1)
     grad_of_columns(Tensors<T> const tensors, int64_t pixels, int64_t tiles, int64_t all_tiles,
                     int lane_bits) {
+  device::join_stream();
   extern __shared__ float4 shared[];
   Affine const& affine = tensors.affine;
   int const lanes = 1 << lane_bits;
@@ -230,8 +232,8 @@ void gradient_of_columns(GradientConfig const& config, GradientTensors const& gi
           parts * sharing.held * int(sizeof(float2)) + (1 + 2 + 2) * sums * int(sizeof(float));
       int64_t const tiles = sharing.tiles(p);
       dim3 const grid = device::checked_grid("grad_of_columns", config.parts);
-      kernel<<<grid, sharing.threads, shared, stream>>>(tensors_of<T>(p, given), p.pixels, tiles,
-                                                        p.batch * tiles, sharing.lane_bits);
+      device::launch(kernel, grid, sharing.threads, shared, stream, tensors_of<T>(p, given),
+                     p.pixels, tiles, p.batch * tiles, sharing.lane_bits);
     };
     if (!serves(p, given, p.pixels, 2)) {
       using Any = std::integral_constant<Known, Known::kAny>;

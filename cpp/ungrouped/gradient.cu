@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "cuda/launch.hpp"
 #include "cuda/store.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -27,6 +28,7 @@ struct Targets {
 __global__ void __launch_bounds__(kChannels* kSlices)
     add_parts_of_channels(float const* __restrict__ partials, int parts, int sums, int channels,
                           Targets const targets) {
+  device::join_stream();
   int const sum = int(blockIdx.y);
   if (targets.totals[sum] == nullptr) return;
   int const channel = int(blockIdx.x) * kChannels + int(threadIdx.x) % kChannels;
@@ -96,8 +98,8 @@ void add_parts(GradientConfig const& config, float const* partials,
   int const sums = sums_of(config.kind);
   dim3 const grid =
       device::checked_grid("add_parts_of_channels", ceil_div(p.channels, kChannels), sums);
-  add_parts_of_channels<<<grid, kChannels * kSlices, 0, stream>>>(partials, int(config.parts), sums,
-                                                                  int(p.channels), targets);
+  device::launch(add_parts_of_channels, grid, kChannels * kSlices, 0, stream, partials,
+                 int(config.parts), sums, int(p.channels), targets);
   FUSEDCONV_CUDA("add_parts_of_channels", cudaGetLastError());
 }
 

@@ -1,3 +1,4 @@
+#include "cuda/launch.hpp"
 #include "cuda/sum.hpp"
 #include "groupnorm/partition.hpp"
 #include "ungrouped/device.hpp"
@@ -20,6 +21,7 @@ groupnorm::Split split_of(GroupNormProblem const& p) {
 template <class T, int kVector, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(Tensors<T> const tensors, int64_t pixels, int64_t split_size, int splits) {
+  device::join_stream();
   Affine const& affine = tensors.affine;
   int const split = int(blockIdx.x % unsigned(splits));
   int const plane = int(blockIdx.x / unsigned(splits));
@@ -117,8 +119,8 @@ void gradient_of_planes(GradientConfig const& config, GradientTensors const& giv
         auto const kernel = config.kind == Kind::kIdentity
                                 ? grad_of_planes<T, vector.value, Kind::kIdentity, known.value>
                                 : grad_of_planes<T, vector.value, Kind::kAffine, known.value>;
-        kernel<<<grid, kThreads, 0, stream>>>(tensors_of<T>(p, given), p.pixels, split.size,
-                                              split.count);
+        device::launch(kernel, grid, kThreads, 0, stream, tensors_of<T>(p, given), p.pixels,
+                       split.size, split.count);
       };
       constexpr int kWhole = 16 / int(sizeof(T));
       if (serves(p, given, p.pixels, kWhole)) return launch(std::integral_constant<int, kWhole>{});

@@ -1,5 +1,6 @@
 #include <bit>
 
+#include "cuda/launch.hpp"
 #include "ungrouped/device.hpp"
 #include "ungrouped/passes.hpp"
 
@@ -70,6 +71,7 @@ int64_t parts_of(GroupNormProblem const& p, Kind kind, Sharing const& sharing) {
 template <class T, int kVector, int kPacks, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads, resident_of(kKind, kVector* kPacks))
     grad_of_rows(Tensors<T> const tensors, int64_t rows, int lane_bits) {
+  device::join_stream();
   constexpr int kHeld = kVector * kPacks;
   constexpr int kRows = rows_of(kHeld);
   constexpr bool kRoomy = is_roomy<T>(kKind, kKnown, kHeld);
@@ -267,9 +269,9 @@ void gradient_of_rows(GradientConfig const& config, GradientTensors const& given
       dim3 const grid =
           device::checked_grid("grad_of_rows", config.parts, sharing.slabs(p.channels));
       int const shared = (sharing.held() << sharing.lane_bits) * int(sizeof(float2) + sizeof(Sums));
-      grad_of_rows<T, vector.value, packs.value, kind.value, known.value>
-          <<<grid, kThreads, shared, stream>>>(tensors_of<T>(p, given), p.batch * p.pixels,
-                                               sharing.lane_bits);
+      device::launch(grad_of_rows<T, vector.value, packs.value, kind.value, known.value>, grid,
+                     kThreads, shared, stream, tensors_of<T>(p, given), p.batch * p.pixels,
+                     sharing.lane_bits);
     };
     auto const launch_packs = [&](auto vector, auto known, auto... packs) {
       if (config.kind == Kind::kAffine) {

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from fusedconv import kernels
+from fusedconv.checking import verdict
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError, PluginError
 from fusedconv.plan import BackwardKernel, Candidate, ForwardKernel, Kernel
-from fusedconv.problem import ForwardProblem, Problem
-from fusedconv.support import Support
+from fusedconv.problem import Problem
 
 #: Third parties name a function ``register(registry)`` under this entry-point group.
 ENTRY_POINT_GROUP = "fusedconv.kernels"
@@ -20,18 +20,7 @@ FORCE_VARIABLE = "FUSEDCONV_KERNEL"
 
 
 def _candidate(kernel: Kernel, problem: Problem, device: Device) -> Candidate:
-    cost = None
-    if isinstance(problem, ForwardProblem):
-        assert isinstance(kernel, ForwardKernel)
-        support: Support = kernel.supports(problem, device)
-        if support:
-            cost = kernel.cost(problem, device)
-    else:
-        assert isinstance(kernel, BackwardKernel)
-        support = kernel.supports(problem, device)
-        if support:
-            cost = kernel.cost(problem, device)
-    return Candidate(kernel, support, cost)
+    return Candidate(kernel, *verdict(kernel, problem, device))
 
 
 class Registry:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from fusedconv import _C, winners
+from fusedconv.checking import compiled
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError
 from fusedconv.plan import (
-    BackwardKernel,
     BackwardPlan,
     BackwardTensors,
     Candidate,
-    ForwardKernel,
     ForwardPlan,
     Gradients,
     JoinedPlan,
@@ -292,16 +291,7 @@ def choose(
 
 def _compiled(choice: Choice, device: Device) -> list[Plan]:
     """The plans of a choice's pieces."""
-    plans: list[Plan] = []
-    for piece, candidate in choice.chosen:
-        kernel = candidate.kernel
-        if isinstance(piece, ForwardProblem):
-            assert isinstance(kernel, ForwardKernel)
-            plans.append(kernel.compile(piece, device))
-        else:
-            assert isinstance(kernel, BackwardKernel)
-            plans.append(kernel.compile(piece, device))
-    return plans
+    return [compiled(candidate.kernel, piece, device) for piece, candidate in choice.chosen]
 
 
 def _joined(plans: Sequence[Plan]) -> Plan:

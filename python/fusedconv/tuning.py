@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fusedconv import selection, winners
+from fusedconv.checking import compiled
 from fusedconv.device import device_record
 from fusedconv.kernels.torch import TorchForward
 from fusedconv.layout import dense, dense_strides
-from fusedconv.plan import BackwardKernel, BackwardTensors, Candidate, ForwardKernel
+from fusedconv.plan import BackwardTensors, Candidate
 from fusedconv.problem import BackwardProblem, ForwardProblem, Problem, Residual
 from fusedconv.support import Support
 from fusedconv.timing import Call, Clock, Timing
@@ -179,12 +180,10 @@ def _saved(problem: BackwardProblem, source: _Source) -> BackwardTensors:
 
 
 def _run(candidate: Candidate, problem: Problem, device: torch.device, tensors: Any) -> Call:
-    kernel, record = candidate.kernel, device_record(device)
+    plan = compiled(candidate.kernel, problem, device_record(device))
     if isinstance(problem, ForwardProblem):
-        assert isinstance(kernel, ForwardKernel)
-        return functools.partial(kernel.compile(problem, record).run, *tensors)
-    assert isinstance(kernel, BackwardKernel)
-    return functools.partial(kernel.compile(problem, record).run, tensors)
+        return functools.partial(plan.run, *tensors)
+    return functools.partial(plan.run, tensors)
 
 
 class Calls(NamedTuple):

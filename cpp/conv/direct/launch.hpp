@@ -25,8 +25,8 @@ void launch_planes(Arguments const& a, cudaStream_t stream) {
                   ": output: got an address that is no multiple of 16 bytes");
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
-  kernel<<<checked_blocks(a), kThreads, s.shared_bytes, stream>>>(
-      Params::of(a), (s.shared_bytes - kMomentsBytes) / s.teams);
+  device::launch(kernel, checked_blocks(a), kThreads, s.shared_bytes, stream, Params::of(a),
+                 (s.shared_bytes - kMomentsBytes) / s.teams);
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
@@ -36,7 +36,7 @@ void launch_pixels(Arguments const& a, cudaStream_t stream) {
   int const bytes = a.config.schedule.shared_bytes;
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(bytes));
-  kernel<<<checked_blocks(a), kThreads, bytes, stream>>>(Params::of(a));
+  device::launch(kernel, checked_blocks(a), kThreads, bytes, stream, Params::of(a));
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 

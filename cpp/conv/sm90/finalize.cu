@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(sizeof(T) <= sizeof(U), "the tile holds either type");
   __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
 
-  device::wait_for_predecessors();
+  device::join_stream();
   Raster const& raster = p.raster;
   int block = int(blockIdx.x);
   int const parts = raster.block_n / kColumns;
@@ -225,10 +225,10 @@ void finalize(Config const& config, GroupNormProblem const& problem, FinalizeTen
         device::dispatch_bool(activate, [&](auto activates) {
           FUSEDCONV_CUDA(
               "sm90 finalize",
-              device::launch_early(
-                  &finalize_kernel<T, U, channels_first.value, activates.value>, grid, kThreads, 0,
-                  stream, p, static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
-                  static_cast<T*>(tensors.conv_output)));
+              device::launch(&finalize_kernel<T, U, channels_first.value, activates.value>, grid,
+                             kThreads, 0, stream, p, static_cast<T const*>(tensors.input),
+                             static_cast<U*>(tensors.output),
+                             static_cast<T*>(tensors.conv_output)));
         });
       });
     };

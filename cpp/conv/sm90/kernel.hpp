@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   if (kKeepsFilter && threadIdx.x == 0) {
     device::arrive_and_expect(&barriers.filter, p.kept_filter_bytes);
     device::bulk_load(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);

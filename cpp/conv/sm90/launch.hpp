@@ -33,9 +33,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   check_launch(a, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(shared_bytes));
   CUtensorMap const map = config.schedule.tma ? input_map(a) : CUtensorMap{};
-  check_launch(
-      a, "launch",
-      device::launch_early(&convolve<Traits>, blocks, kThreads, shared_bytes, stream, p, map));
+  check_launch(a, "launch",
+               device::launch(&convolve<Traits>, blocks, kThreads, shared_bytes, stream, p, map));
 }
 
 template <Math kMath, Sharing kSharing>

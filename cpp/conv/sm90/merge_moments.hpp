@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     merge_moments_kernel(MergeParams const p, Pixels const pixels,
                          groupnorm::Partial const* __restrict__ partials,
                          groupnorm::StatisticsTargets targets) {
-  device::wait_for_predecessors();
+  device::join_stream();
   auto const statistics = merged_statistics(p, pixels, partials, int(blockIdx.x));
   if (threadIdx.x == 0) device::store(targets, blockIdx.x, statistics);
 }
@@ -72,8 +72,8 @@ void launch_merge_moments(GroupNormProblem const& problem, int tiles, Pixels con
   dim3 const grid =
       device::checked_grid("sm90 merge_moments", problem.batch * int64_t(problem.groups));
   FUSEDCONV_CUDA("sm90 merge_moments",
-                 device::launch_early(&merge_moments_kernel<Pixels>, grid, kMergeThreads, 0, stream,
-                                      MergeParams::of(problem, tiles), pixels, partials, targets));
+                 device::launch(&merge_moments_kernel<Pixels>, grid, kMergeThreads, 0, stream,
+                                MergeParams::of(problem, tiles), pixels, partials, targets));
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "conv/sm90/passes.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -27,6 +28,7 @@ struct Params {
 template <class T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(Params const p, T const* __restrict__ weight, T* __restrict__ filter) {
+  device::join_stream();
   constexpr int kHalf = 16 / sizeof(T);
   FilterOrder const& order = p.order;
   unsigned const stride = gridDim.x * blockDim.x;
@@ -121,8 +123,8 @@ void pack_filter(FilterOrder const& order, FilterSource const& source, void cons
   device::dispatch_type(math.dtype, [&](auto zero) {
     using T = decltype(zero);
     auto const launch = [&](auto parts) {
-      pack_filter_kernel<T, parts.value><<<blocks, kThreads, 0, stream>>>(
-          p, static_cast<T const*>(weight), static_cast<T*>(filter));
+      device::launch(pack_filter_kernel<T, parts.value>, blocks, kThreads, 0, stream, p,
+                     static_cast<T const*>(weight), static_cast<T*>(filter));
     };
     if constexpr (sizeof(T) == 4) {
       if (math.parts == 2) return launch(std::integral_constant<int, 2>{});

@@ -43,6 +43,7 @@ std::string join(Parts const&... parts) {
   do {                                                                              \
     cudaError_t const fusedconv_status = (__VA_ARGS__);                             \
     if (fusedconv_status != cudaSuccess) {                                          \
+      cudaGetLastError(); /* which somebody else's check would find */              \
       throw ::fusedconv::KernelFailure(::fusedconv::detail::join(                   \
           kernel, ": ", cudaGetErrorName(fusedconv_status), " (",                   \
           cudaGetErrorString(fusedconv_status), ") at ", __FILE__, ":", __LINE__)); \

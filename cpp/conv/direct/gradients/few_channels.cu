@@ -52,7 +52,7 @@ void launch(Config const& config, Params const& p, cudaStream_t stream) {
   constexpr auto kernel = &gradients<kStride, kKernel, kChannels, kInput, kWeighs>;
   FUSEDCONV_CUDA("gradients of few channels",
                  device::allow_shared_bytes<kernel>(config.shared_bytes));
-  kernel<<<p.blocks, kThreads, config.shared_bytes, stream>>>(p);
+  device::launch(kernel, p.blocks, kThreads, config.shared_bytes, stream, p);
   FUSEDCONV_CUDA("gradients of few channels", cudaGetLastError());
 }
 
@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(32 * kSlices)
     add_parts_of_few(float const* __restrict__ partials, int parts, int numbers, int taps,
                      int channels, cutlass::FastDivmod kernel_h, cutlass::FastDivmod kernel_w,
                      FilterSource const target, T* __restrict__ grad_weight) {
+  device::join_stream();
   int const number = int(blockIdx.x) * 32 + int(threadIdx.x) % 32;
   bool const exists = number < numbers;
   float const total =
@@ -119,10 +120,11 @@ void add_parts(Config const& config, FilterSource const& target, float const* pa
   dim3 const grid = device::checked_grid("add_parts_of_few", ceil_div(config.numbers(), 32));
   device::dispatch_type(config.dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_parts_of_few<T><<<grid, 32 * kSlices, 0, stream>>>(
-        partials, config.parts(), config.numbers(), config.taps(), config.problem.channels,
-        cutlass::FastDivmod(config.axes[1].kernel), cutlass::FastDivmod(config.axes[2].kernel),
-        target, static_cast<T*>(grad_weight));
+    device::launch(add_parts_of_few<T>, grid, 32 * kSlices, 0, stream, partials, config.parts(),
+                   config.numbers(), config.taps(), config.problem.channels,
+                   cutlass::FastDivmod(config.axes[1].kernel),
+                   cutlass::FastDivmod(config.axes[2].kernel), target,
+                   static_cast<T*>(grad_weight));
   });
   FUSEDCONV_CUDA("add_parts_of_few", cudaGetLastError());
 }

@@ -4,6 +4,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
@@ -126,6 +127,7 @@ struct Any {
 template <class T, class Filter>
 __global__ void __launch_bounds__(kThreads)
     gradients_of_planes(Params const p, Tensors<T> const tensors) {
+  device::join_stream();
   constexpr int kTaps = Filter::kTaps;
   constexpr bool kKnown = !std::is_same_v<Filter, Any>;
   __shared__ float weights[kTaps];
@@ -183,6 +185,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, class Filter>
 __global__ void __launch_bounds__(kThreads)
     gradients_of_pixels(Params const p, Tensors<T> const tensors) {
+  device::join_stream();
   constexpr int kTaps = Filter::kTaps;
   constexpr bool kKnown = !std::is_same_v<Filter, Any>;
   __shared__ float weights[kTaps][kLanes];
@@ -244,6 +247,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, bool kLast>
 __global__ void __launch_bounds__(kThreads)
     input_gradient(Params const p, Tensors<T> const tensors, int64_t elements) {
+  device::join_stream();
   int64_t const element = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (element >= elements) return;
   int64_t const inner = kLast ? element / p.channels : element;
@@ -270,6 +274,7 @@ template <class T>
 __global__ void __launch_bounds__(32 * kSlices)
     add_parts_of_weight(float const* __restrict__ partials, int parts, int numbers,
                         T* __restrict__ grad_weight) {
+  device::join_stream();
   int const number = int(blockIdx.x) * 32 + int(threadIdx.x) % 32;
   bool const exists = number < numbers;
   float const total =
@@ -377,11 +382,11 @@ void depthwise_gradients(GradientConfig const& config, FilterSource const& sourc
         if (last) {
           dim3 const grid = device::checked_grid("gradients_of_pixels", config.batch * config.runs,
                                                  ceil_div(p.channels, kLanes));
-          gradients_of_pixels<T, Filter><<<grid, kThreads, 0, stream>>>(p, tensors);
+          device::launch(gradients_of_pixels<T, Filter>, grid, kThreads, 0, stream, p, tensors);
         } else {
           dim3 const grid =
               device::checked_grid("gradients_of_planes", config.batch * p.channels * config.runs);
-          gradients_of_planes<T, Filter><<<grid, kThreads, 0, stream>>>(p, tensors);
+          device::launch(gradients_of_planes<T, Filter>, grid, kThreads, 0, stream, p, tensors);
         }
         FUSEDCONV_CUDA("depthwise_gradients", cudaGetLastError());
       }
@@ -389,9 +394,9 @@ void depthwise_gradients(GradientConfig const& config, FilterSource const& sourc
       int64_t const elements = config.batch * p.channels * p.input_pixels;
       dim3 const grid = device::checked_grid("input_gradient", ceil_div(elements, kThreads));
       if (last) {
-        input_gradient<T, true><<<grid, kThreads, 0, stream>>>(p, tensors, elements);
+        device::launch(input_gradient<T, true>, grid, kThreads, 0, stream, p, tensors, elements);
       } else {
-        input_gradient<T, false><<<grid, kThreads, 0, stream>>>(p, tensors, elements);
+        device::launch(input_gradient<T, false>, grid, kThreads, 0, stream, p, tensors, elements);
       }
       FUSEDCONV_CUDA("input_gradient", cudaGetLastError());
     });
@@ -404,8 +409,8 @@ void add_weight_parts(GradientConfig const& config, float const* partials, void*
   dim3 const grid = device::checked_grid("add_parts_of_weight", ceil_div(numbers, 32));
   device::dispatch_type(config.dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_parts_of_weight<T><<<grid, 32 * kSlices, 0, stream>>>(
-        partials, int(config.parts()), numbers, static_cast<T*>(grad_weight));
+    device::launch(add_parts_of_weight<T>, grid, 32 * kSlices, 0, stream, partials,
+                   int(config.parts()), numbers, static_cast<T*>(grad_weight));
   });
   FUSEDCONV_CUDA("add_parts_of_weight", cudaGetLastError());
 }

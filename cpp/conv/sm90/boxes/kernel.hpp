@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     }
     device::fence_barrier_init();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   __syncthreads();
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);

@@ -31,8 +31,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(shared_bytes));
   conv::check_launch(config, a.batch, "launch",
-                     device::launch_early(kernel, blocks, Traits::kBlockThreads, shared_bytes,
-                                          stream, p, maps_of(a, slabs)));
+                     device::launch(kernel, blocks, Traits::kBlockThreads, shared_bytes, stream, p,
+                                    maps_of(a, slabs)));
 }
 
 template <Math kMath, Shape kShape>

@@ -2,6 +2,7 @@
 
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/passes.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -35,6 +36,7 @@ template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ PackParams const p, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::join_stream();
   constexpr int kVector = kPieceBytes / int(sizeof(T));
   constexpr int kPieces = kChunkBytes / kPieceBytes;
   for (uint32_t i = blockIdx.x * kPackThreads + threadIdx.x; i < count;
@@ -130,9 +132,9 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   int const blocks = int(std::min<int64_t>(ceil_div(s.filter_pieces, kPackThreads), kMaxBlocks));
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    pack_filter_kernel<T, sizeof(T) == 4><<<blocks, kPackThreads, 0, stream>>>(
-        p, uint32_t(s.filter_pieces), static_cast<T const*>(weight),
-        static_cast<unsigned char*>(filter));
+    device::launch(pack_filter_kernel<T, sizeof(T) == 4>, blocks, kPackThreads, 0, stream, p,
+                   uint32_t(s.filter_pieces), static_cast<T const*>(weight),
+                   static_cast<unsigned char*>(filter));
   });
   FUSEDCONV_CUDA(detail::join(config.row->name, ": pack filter"), cudaGetLastError());
 }

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, kMostResident)
   auto* const phases = reinterpret_cast<Phase*>(shared + p.phases_offset);
   auto* const columns = reinterpret_cast<Column*>(shared + p.columns_offset);
   list_phases(p, phases);
-  device::wait_for_predecessors();
+  device::join_stream();
 
   constexpr int kStep = kStepBytes / int(sizeof(T));
   // Copies of a chunk are under way while the one before is multiplied.

@@ -25,8 +25,8 @@ void launch_tiles(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(config, batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
   conv::check_launch(config, batch, "launch",
-                     device::launch_clusters_early(kernel, s.blocks(), unsigned(blocks), kThreads,
-                                                   s.shared_bytes, stream, Params::of(a)));
+                     device::launch_clusters(kernel, s.blocks(), unsigned(blocks), kThreads,
+                                             s.shared_bytes, stream, Params::of(a)));
 }
 
 template <Math kMath>

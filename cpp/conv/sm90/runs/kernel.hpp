@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   if (threadIdx.x == 0 && !p.streams_filter) {
     int const bytes = p.k_iterations * p.filter_stage_bytes;
     device::arrive_and_expect(&barriers.filter, bytes);

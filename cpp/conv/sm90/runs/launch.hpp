@@ -35,10 +35,9 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   int const blocks = std::min(turns, sets) * s.blocks_n;
   check_launch(a, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
-  check_launch(
-      a, "launch",
-      device::launch_early(&convolve<Traits>, blocks, Traits::kThreads, s.shared_bytes, stream, p,
-                           input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
+  check_launch(a, "launch",
+               device::launch(&convolve<Traits>, blocks, Traits::kThreads, s.shared_bytes, stream,
+                              p, input_map(a, s.tilings[0]), input_map(a, s.tilings[1])));
 }
 
 template <Math kMath, int kBefore, int kAfter, bool kInterleaves>

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   int const split = int(blockIdx.x % unsigned(splits));
   int const channel = plane % affine.channels;
   int const group = plane / affine.channels_per_group;
-  device::wait_for_predecessors();
+  device::join_stream();
   auto const merged = merged_statistics(merge, tile_pixels, partials, group);
   if (threadIdx.x == 0) {
     shared = merged;
@@ -83,9 +83,9 @@ void normalize_merging(Config const& config, GroupNormProblem const& p,
       bool const vectors = device::is_aligned(tensors.input, 16) &&
                            device::is_aligned(tensors.output, kVector * int64_t(sizeof(U)));
       groupnorm::dispatch_last_vector<T>(vectors ? kVector : 1, [&](auto vector) {
-        FUSEDCONV_CUDA("sm90 normalize_merging",
-                       device::launch_early(
-                           &normalize_merging_kernel<T, U, vector.value, active.value>, grid,
+        FUSEDCONV_CUDA(
+            "sm90 normalize_merging",
+            device::launch(&normalize_merging_kernel<T, U, vector.value, active.value>, grid,
                            kMergeThreads, 0, stream, merge, tile_pixels, tensors.partials, targets,
                            static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
                            affine, p.pixels, split.size, split.count));

@@ -4,6 +4,7 @@
 
 #include "conv/sm90/arguments.hpp"
 #include "conv/sm90/wgrad/params.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
                         FilterSource const weight, int products, int64_t product_elements,
                         T* __restrict__ grad_weight) {
+  device::join_stream();
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   int64_t const first = partial_index(p, index, 0, 0, e.r) + accumulator;
@@ -65,9 +67,9 @@ void add_partials(Config const& config, PhasePlanes const& phases, FilterSource 
   dim3 const grid(c.r * p.warpgroups() * kBlock * kBlock / kThreads, config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_partials_kernel<T><<<grid, kThreads, 0, stream>>>(
-        p, {c.c, c.k, c.r}, phases, weight, products, config.schedule.partial_elements(),
-        static_cast<T*>(grad_weight));
+    device::launch(add_partials_kernel<T>, grid, kThreads, 0, stream, p, Extents{c.c, c.k, c.r},
+                   phases, weight, products, config.schedule.partial_elements(),
+                   static_cast<T*>(grad_weight));
   });
   check_launch(config, c.n, "add_partials", cudaGetLastError());
 }

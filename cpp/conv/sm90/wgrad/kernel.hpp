@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   __syncthreads();
   BlockWork const work(p);
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);

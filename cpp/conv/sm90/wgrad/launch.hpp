@@ -24,8 +24,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   check_launch(config, config.problem.n, "cudaFuncSetAttribute",
                device::allow_shared_bytes<kKernel>(s.shared_bytes));
   check_launch(config, config.problem.n, "launch",
-               device::launch_early(kKernel, s.tasks * s.splits, threads, s.shared_bytes, stream,
-                                    Params::of(a), input_map(a), grad_map(a)));
+               device::launch(kKernel, s.tasks * s.splits, threads, s.shared_bytes, stream,
+                              Params::of(a), input_map(a), grad_map(a)));
 }
 
 template <Math kMath, int kFilterRows>

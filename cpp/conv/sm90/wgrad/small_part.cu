@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "conv/sm90/wgrad/schedule.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -21,6 +22,7 @@ __device__ __forceinline__ float small_part_of(float value) {
 
 __global__ void __launch_bounds__(kThreads)
     small_parts(float const* __restrict__ input, float* __restrict__ output, int64_t elements) {
+  device::join_stream();
   int64_t const vectors = elements / kVector;
   int64_t const first = int64_t(blockIdx.x) * (kThreads * kLoads) + threadIdx.x;
   Vector loaded[kLoads];
@@ -53,7 +55,7 @@ void small_part(int64_t lines, int64_t columns, float const* input, float* outpu
   int64_t const vectors = std::max<int64_t>(1, elements / kVector);
   dim3 const grid =
       device::checked_grid("small_part", ceil_div(vectors, int64_t(kThreads * kLoads)));
-  small_parts<<<grid, kThreads, 0, stream>>>(input, output, elements);
+  device::launch(small_parts, grid, kThreads, 0, stream, input, output, elements);
   FUSEDCONV_CUDA("small_part", cudaGetLastError());
 }
 

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   __syncthreads();
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);

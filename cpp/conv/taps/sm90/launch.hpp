@@ -31,8 +31,8 @@ void launch(Arguments const& a, cudaStream_t stream) {
   check_launch(config, a.batch, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Own>>(shared_bytes));
   check_launch(config, a.batch, "launch",
-               device::launch_clusters_early(&convolve<Own>, splits, int(blocks), kThreads,
-                                             shared_bytes, stream, p));
+               device::launch_clusters(&convolve<Own>, splits, int(blocks), kThreads, shared_bytes,
+                                       stream, p));
 }
 
 template <Math kMath, int kRowGroups, int kColumns>

@@ -2,6 +2,7 @@
 
 #include "conv/taps/sm90/params.hpp"
 #include "conv/taps/sm90/passes.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ Params const p,
                        __grid_constant__ FilterSource const source, int row_groups, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   constexpr int kParts = kSplits ? 2 : 1;
   uint32_t const stride = gridDim.x * blockDim.x;
@@ -103,9 +105,9 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   device::dispatch_type(math.dtype, [&](auto zero) {
     using T = decltype(zero);
     auto const launch = [&](auto rounds, auto splits) {
-      pack_filter_kernel<T, rounds.value, splits.value><<<blocks, kPackThreads, 0, stream>>>(
-          p, source, config.row->shape.row_groups, count, static_cast<T const*>(weight),
-          static_cast<unsigned char*>(filter));
+      device::launch(pack_filter_kernel<T, rounds.value, splits.value>, blocks, kPackThreads, 0,
+                     stream, p, source, config.row->shape.row_groups, count,
+                     static_cast<T const*>(weight), static_cast<unsigned char*>(filter));
     };
     if constexpr (sizeof(T) == 4) {
       if (math.parts == 2) {

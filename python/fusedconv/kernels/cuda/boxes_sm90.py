@@ -65,7 +65,7 @@ class CostConstants:
     #: by layout; what the shorter of the two adds to the longer, over itself, by bytes of an
     #: element.
     shared_products: Mapping[int, float]
-    shared_epilogue: Mapping[str, float]
+    shared_epilogue: Mapping[tuple[str, int], float]
     hidden: Mapping[int, float]
     #: A launch beside these.
     launch: float
@@ -85,9 +85,9 @@ COSTS = CostConstants(
     step=200.0,
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
     block=1030.0,
-    shared_products={1: 0.94, 2: 0.94, 4: 1.17},
-    shared_epilogue={"nhwc": 0.87, "nchw": 0.76},
-    hidden={2: 0.82, 4: 0.77},
+    shared_products={1: 0.88, 2: 0.99, 4: 1.24},
+    shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
+    hidden={2: 1.0, 4: 0.83},
     launch=9000.0,
     moved=1.42,
     transposed=1.5,
@@ -115,7 +115,7 @@ def tile_cycles(
     if row.residents == 1:
         return products + epilogue
     products *= costs.shared_products[row.segments]
-    epilogue *= costs.shared_epilogue[layout]
+    epilogue *= costs.shared_epilogue[layout, size]
     return max(products, epilogue) + costs.hidden[size] * min(products, epilogue)
 
 

@@ -4,6 +4,7 @@
 
 #include "conv/failure.hpp"
 #include "conv/sm90/boxes/weight/params.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
 
@@ -17,6 +18,7 @@ template <class T>
 __global__ void __launch_bounds__(kAddThreads)
     add_partials_kernel(__grid_constant__ Params const p, Block const block,
                         FilterSource const target, T* __restrict__ grad_weight) {
+  device::join_stream();
   int const accumulator = int(blockIdx.x * kAddThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   float const* source = p.partials + partial_index(p, index, 0, block) + accumulator;
@@ -71,8 +73,8 @@ void add_partials(Config const& config, FilterSource const& target, float const*
                   config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    add_partials_kernel<T>
-        <<<grid, kAddThreads, 0, stream>>>(p, block, target, static_cast<T*>(grad_weight));
+    device::launch(add_partials_kernel<T>, grid, kAddThreads, 0, stream, p, block, target,
+                   static_cast<T*>(grad_weight));
   });
   conv::check_launch(config, int(config.batch), "add_partials", cudaGetLastError());
 }

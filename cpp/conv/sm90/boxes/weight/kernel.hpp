@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     device::fence_async_proxy();
   }
-  device::wait_for_predecessors();
+  device::join_stream();
   __syncthreads();
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
   if (role == kConsumers) {

@@ -22,8 +22,8 @@ void launch(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(config, batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
   conv::check_launch(config, batch, "launch",
-                     device::launch_early(kernel, s.tasks * s.splits, kThreads, s.shared_bytes,
-                                          stream, Params::of(a), maps_of(a)));
+                     device::launch(kernel, s.tasks * s.splits, kThreads, s.shared_bytes, stream,
+                                    Params::of(a), maps_of(a)));
 }
 
 template <Math kMath, int kChannels, int kUnits>

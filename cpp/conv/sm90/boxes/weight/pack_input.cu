@@ -5,6 +5,7 @@
 
 #include "conv/failure.hpp"
 #include "conv/sm90/boxes/weight/params.hpp"
+#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::sm90::boxes::weight {
@@ -30,6 +31,7 @@ __global__ void __launch_bounds__(kPackThreads)
                       cutlass::FastDivmod const box_w, cutlass::FastDivmod const box_h,
                       cutlass::FastDivmod const box_d, float const* __restrict__ input,
                       unsigned char* __restrict__ packed) {
+  device::join_stream();
   int const positions = p.box_bytes / kChunkBytes;
   int64_t const tiles = p.slabs * p.all_channels;
   int const piece = int(threadIdx.x) % kPieces;
@@ -92,10 +94,9 @@ void pack_input(Config const& config, void const* input, void* packed, cudaStrea
                         c.output_channels};
   auto const kernel =
       p.box[2] % kPiecePositions == 0 ? &pack_input_kernel<true> : &pack_input_kernel<false>;
-  kernel<<<blocks, kPackThreads, 0, stream>>>(
-      p, extents, cutlass::FastDivmod(p.box[2]), cutlass::FastDivmod(p.box[1]),
-      cutlass::FastDivmod(p.box[0]), static_cast<float const*>(input),
-      static_cast<unsigned char*>(packed));
+  device::launch(kernel, blocks, kPackThreads, 0, stream, p, extents, cutlass::FastDivmod(p.box[2]),
+                 cutlass::FastDivmod(p.box[1]), cutlass::FastDivmod(p.box[0]),
+                 static_cast<float const*>(input), static_cast<unsigned char*>(packed));
   conv::check_launch(config, int(config.batch), "pack_input", cudaGetLastError());
 }
 

@@ -4,8 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
-#include <map>
 #include <mutex>
 #include <utility>
 
@@ -31,21 +31,23 @@ cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Whether a kernel was compiled for compute capability 9.0 or later, so that join_stream() waits in
-// it: on the same device others may come from PTX of an earlier one. Asked once for each device.
+// Whether kernels were compiled for compute capability 9.0 or later, so that join_stream() waits in
+// them: on the same device they may come from PTX of an earlier one. All that are launched on a
+// device are compiled alike, so that the first is asked, once for each device.
 inline bool joins_stream(void const* kernel) {
-  static std::mutex mutex;
-  static std::map<std::pair<void const*, int>, bool> known;
+  enum State : int { kUnknown, kNo, kYes };
+  constexpr int kDevices = 64;  // beyond them none does
+  static std::array<std::atomic<int>, kDevices> states{};
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  std::scoped_lock const lock(mutex);
-  auto const [entry, is_new] = known.try_emplace({kernel, device}, false);
-  if (is_new) {
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  int state = states[device].load(std::memory_order_relaxed);
+  if (state == kUnknown) {
     cudaFuncAttributes attributes{};
-    bool const found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
-    entry->second = found && attributes.ptxVersion >= 90;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    state = attributes.ptxVersion >= 90 ? kYes : kNo;
+    states[device].store(state, std::memory_order_relaxed);
   }
-  return entry->second;
+  return state == kYes;
 }
 
 // Launches a kernel, which begins with join_stream(): where that waits, its blocks may start while

@@ -16,6 +16,7 @@ from toys import HERE, Toy, ToyBackward, filled, names
 import fusedconv
 from fusedconv import NoKernelError, Registry, functional, selection
 from fusedconv import registry as registries
+from fusedconv.checking import CheckedBackwardPlan, gradient_shapes
 from fusedconv.device import KNOWN, PROCESSOR
 from fusedconv.plan import BackwardTensors, JoinedPlan
 from fusedconv.selection import choose, plan_for, tune
@@ -252,12 +253,14 @@ def test_plans_are_exact_together_only():
 
 
 def test_a_plan_of_several_kernels_joins_what_they_find(registered):
-    given = {name: torch.randn(2) for name in ("conv_output", "norm_weight", "input", "weight")}
-    first = ToyBackward(
-        "first", ["epilogue"], found={n: given[n] for n in ("conv_output", "norm_weight")}
-    )
-    second = ToyBackward("second", ["input"], found={"input": given["input"]})
-    third = ToyBackward("third", ["weight", "bias"], found={"weight": given["weight"]})
+    given = {name: torch.randn(shape) for name, shape in gradient_shapes(BACKWARD).items()}
+
+    def found(*parts):
+        return {name: given[name] for name in BACKWARD.part(parts).gradients}
+
+    first = ToyBackward("first", ["epilogue"], found=found("epilogue"))
+    second = ToyBackward("second", ["input"], found=found("input"))
+    third = ToyBackward("third", ["weight", "bias"], found=found("weight", "bias"))
     registered(first, second, third)
     plan = plan_for(BACKWARD, HERE)
     assert isinstance(plan, JoinedPlan)
@@ -266,10 +269,10 @@ def test_a_plan_of_several_kernels_joins_what_they_find(registered):
         "first of epilogue", "second of input", "third of weight, bias"
     )  # fmt: skip
     assert not plan.is_reference
-    found = plan.run(tensors())
+    joined = plan.run(tensors())
     for name, value in given.items():
-        assert getattr(found, name) is value
-    assert found.bias is None
+        assert getattr(joined, name) is value
+    assert joined.residual is None
     # What the first found is what the others begin with.
     (seen,) = first.plans[0].seen
     assert seen.grad_conv_output is None
@@ -282,7 +285,9 @@ def test_a_plan_of_several_kernels_joins_what_they_find(registered):
 def test_a_pass_of_one_kernel_has_that_kernels_plan(registered):
     whole = ToyBackward("whole", PARTS)
     registered(whole)
-    assert plan_for(BACKWARD, HERE) is whole.plans[0]
+    plan = plan_for(BACKWARD, HERE)
+    assert isinstance(plan, CheckedBackwardPlan)
+    assert plan.plan is whole.plans[0]
 
 
 # ---- tuning --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from toys import Toy, ToyBackward, ToyBackwardPlan, ToyPlan, filled
 import fusedconv
 from fusedconv import functional, selection, tuning, winners
 from fusedconv import registry as registries
+from fusedconv.checking import gradient_shapes
 from fusedconv.device import PROCESSOR
 from fusedconv.problem import Residual
 from fusedconv.selection import choose
@@ -54,7 +55,8 @@ class TimedBackward(ToyBackward):
 
         def slowly(tensors):
             time.sleep(milliseconds / 1e3)
-            return fusedconv.Gradients()
+            zeros = {name: torch.zeros(shape) for name, shape in gradient_shapes(problem).items()}
+            return fusedconv.Gradients(**zeros)
 
         plan.run = slowly
         return plan

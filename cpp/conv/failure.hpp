@@ -1,5 +1,4 @@
-// What may go wrong with the launch of a transposed convolution. Config has a row with a name, a
-// TransposedProblem and a schedule.
+// What may go wrong with the launch of a convolution.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,6 +10,14 @@
 
 namespace fusedconv::conv {
 
+// A status that is no success, for a person. It no longer is the runtime's last error then, which
+// somebody else's check would find.
+inline std::string failure_of(cudaError_t status) {
+  cudaGetLastError();
+  return detail::join(cudaGetErrorName(status), " (", cudaGetErrorString(status), ")");
+}
+
+// Config has a row with a name, a TransposedProblem and a schedule.
 template <class Config>
 [[noreturn]] void fail_launch(Config const& config, int batch, char const* where,
                               std::string const& status) {
@@ -29,9 +36,7 @@ template <class Config>
 template <class Config>
 void check_launch(Config const& config, int batch, char const* where, cudaError_t status) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // which somebody else's check would find
-  fail_launch(config, batch, where,
-              detail::join(cudaGetErrorName(status), " (", cudaGetErrorString(status), ")"));
+  fail_launch(config, batch, where, failure_of(status));
 }
 
 }  // namespace fusedconv::conv

@@ -43,7 +43,10 @@ inline bool joins_stream(void const* kernel) {
   int state = states[device].load(std::memory_order_relaxed);
   if (state == kUnknown) {
     cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+      cudaGetLastError();  // which the launch's check would find
+      return false;
+    }
     state = attributes.ptxVersion >= 90 ? kYes : kNo;
     states[device].store(state, std::memory_order_relaxed);
   }

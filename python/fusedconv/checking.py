@@ -1,11 +1,13 @@
-"""What third parties' kernels return, held against what they were asked for.
+"""What third parties' kernels say and return, held against what they were asked for.
 
-Built-in kernels are held to it by tests; another's result goes to its caller with an error that
-names the kernel rather than as it is.
+Built-in kernels are held to it by tests. Another's result that is not what was asked for would be
+read by addresses, or give gradients that are silently wrong: it raises an error that names the
+kernel.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import numbers
 from typing import Any
@@ -15,9 +17,22 @@ from torch import Tensor
 from fusedconv.device import Device
 from fusedconv.errors import KernelError
 from fusedconv.norms import statistics_dtype
-from fusedconv.plan import BackwardKernel, BackwardPlan, ForwardKernel, ForwardPlan, Kernel, Outputs
-from fusedconv.problem import ForwardProblem, Problem
+from fusedconv.plan import (
+    BackwardKernel,
+    BackwardPlan,
+    BackwardTensors,
+    ForwardKernel,
+    ForwardPlan,
+    Gradients,
+    Kernel,
+    Outputs,
+    Plan,
+)
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.support import Support
+
+logger = logging.getLogger("fusedconv")
+_warned: set[tuple[str, str]] = set()
 
 
 def is_built_in(kernel: Kernel) -> bool:
@@ -31,38 +46,83 @@ def _wrong(kernel: str, what: str, got: object, expected: object) -> Exception:
 def verdict(kernel: Kernel, problem: Problem, device: Device) -> tuple[Support, float | None]:
     """What a kernel says of a problem, and its cost in milliseconds where it serves it.
 
-    Raises KernelError where it says neither.
+    One that says neither serves nothing, for that reason, and a warning is logged once: another
+    kernel's fault is no reason for a call to fail.
     """
     asked: Any = kernel
     support = asked.supports(problem, device)
     if not isinstance(support, Support):
-        raise _wrong(kernel.name, "supports()", repr(support), "a fusedconv.Support")
+        return _refused(kernel, f"supports(): got {support!r}, expected a fusedconv.Support")
     if not support:
         return support, None
     cost = asked.cost(problem, device)
     if not isinstance(cost, numbers.Real) or math.isnan(cost):
-        raise _wrong(kernel.name, "cost()", repr(cost), "milliseconds, a number")
+        return _refused(kernel, f"cost(): got {cost!r}, expected milliseconds, a number")
     return support, float(cost)
 
 
+def _refused(kernel: Kernel, reason: str) -> tuple[Support, None]:
+    if (kernel.name, reason) not in _warned:
+        _warned.add((kernel.name, reason))
+        logger.warning("%s is passed over: %s", kernel.name, reason)
+    return Support.no(reason), None
+
+
 def compiled(kernel: Kernel, problem: Problem, device: Device) -> Any:
-    """A kernel's plan of a problem, a third party's forward one with its results checked.
+    """A kernel's plan of a problem, a third party's with its results checked.
 
     Raises KernelError where it makes none.
     """
+    plan: Plan
     if isinstance(problem, ForwardProblem):
         assert isinstance(kernel, ForwardKernel)
         plan = kernel.compile(problem, device)
         if is_built_in(kernel):
             return plan
-        if not isinstance(plan, ForwardPlan):
-            raise _wrong(kernel.name, "compile()", repr(plan), "a fusedconv.ForwardPlan")
-        return CheckedPlan(kernel.name, problem, plan)
+        if isinstance(plan, ForwardPlan):
+            return CheckedPlan(kernel.name, problem, plan)
+        raise _wrong(kernel.name, "compile()", repr(plan), "a fusedconv.ForwardPlan")
     assert isinstance(kernel, BackwardKernel)
-    made = kernel.compile(problem, device)
-    if not isinstance(made, BackwardPlan):
-        raise _wrong(kernel.name, "compile()", repr(made), "a fusedconv.BackwardPlan")
-    return made
+    plan = kernel.compile(problem, device)
+    if is_built_in(kernel):
+        return plan
+    if isinstance(plan, BackwardPlan):
+        return CheckedBackwardPlan(kernel.name, problem, plan)
+    raise _wrong(kernel.name, "compile()", repr(plan), "a fusedconv.BackwardPlan")
+
+
+def _steps(kernel: str, plan: Plan) -> tuple[str, ...]:
+    steps = getattr(plan, "steps", None)
+    if not isinstance(steps, tuple | list) or not all(isinstance(step, str) for step in steps):
+        raise _wrong(kernel, "steps of the plan", repr(steps), "a tuple of str")
+    return tuple(steps)
+
+
+def _check(
+    kernel: str, name: str, found: object, shape: tuple[int, ...], dtype: Any, like: Tensor
+) -> Tensor:
+    """A tensor of a shape, of ``dtype`` unless that is None, on the device of another."""
+    if not isinstance(found, Tensor):
+        raise _wrong(kernel, name, repr(found), "a tensor")
+    for what, got, expected in (
+        ("shape", tuple(found.shape), tuple(shape)),
+        ("dtype", found.dtype, found.dtype if dtype is None else dtype),
+        ("device", found.device, like.device),
+    ):
+        if got != expected:
+            raise _wrong(kernel, f"{what} of {name}", got, expected)
+    return found
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """From which address to which a tensor lies; the same twice of one without elements."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.element_size()
 
 
 class CheckedPlan(ForwardPlan):
@@ -71,7 +131,7 @@ class CheckedPlan(ForwardPlan):
 
     def __init__(self, kernel: str, problem: ForwardProblem, plan: ForwardPlan) -> None:
         self.kernel = kernel
-        self.steps = tuple(plan.steps)
+        self.steps = _steps(kernel, plan)
         self.is_reference = plan.is_reference
         self.problem = problem
         self.plan = plan
@@ -86,8 +146,7 @@ class CheckedPlan(ForwardPlan):
         residual: Tensor | None = None,
     ) -> Outputs:
         given = (input, weight, bias, norm_weight, norm_bias, residual)
-        more = () if residual is None else (residual,)
-        outputs = self.plan.run(*given[:5], *more)
+        outputs = self.plan.run(*given[:5], *(() if residual is None else (residual,)))
         if not isinstance(outputs, Outputs):
             raise _wrong(self.kernel, "result", type(outputs).__name__, "fusedconv.Outputs")
         problem = self.problem
@@ -99,31 +158,55 @@ class CheckedPlan(ForwardPlan):
         if problem.save and problem.norm_groups:
             statistics = (problem.batch, problem.norm_groups), statistics_dtype(input)
             expected |= {"mean": statistics, "rstd": statistics}
+        memory = [_memory(each) for each in given if each is not None]
         for name, (shape, dtype) in expected.items():
-            self._check(name, getattr(outputs, name), shape, dtype, given)
+            found = _check(self.kernel, name, getattr(outputs, name), shape, dtype, input)
+            own = _memory(found)
+            if any(start < own[1] and own[0] < end for start, end in memory):
+                raise _wrong(self.kernel, f"memory of {name}", "that of an argument", "its own")
         return outputs
 
-    def _check(
-        self,
-        name: str,
-        found: object,
-        shape: tuple[int, ...],
-        dtype: Any,
-        given: tuple[Tensor | None, ...],
-    ) -> None:
-        input = given[0]
-        assert input is not None
-        if not isinstance(found, Tensor):
-            raise _wrong(self.kernel, name, repr(found), "a tensor")
-        for what, got, expected in (
-            ("shape", tuple(found.shape), tuple(shape)),
-            ("dtype", found.dtype, dtype),
-            ("device", found.device, input.device),
-        ):
-            if got != expected:
-                raise _wrong(self.kernel, f"{what} of {name}", got, expected)
-        if found.numel() == 0:
-            return
-        own = found.untyped_storage().data_ptr()
-        if any(each is not None and each.untyped_storage().data_ptr() == own for each in given):
-            raise _wrong(self.kernel, f"memory of {name}", "that of an argument", "its own")
+
+def gradient_shapes(problem: BackwardProblem) -> dict[str, tuple[int, ...]]:
+    """Of the gradients that a problem asks for, by their names."""
+    forward = problem.forward
+    channels = (forward.output_channels,)
+    shapes: dict[str, tuple[int, ...]] = {
+        "conv_output": forward.output_shape,
+        "input": forward.input_shape,
+        "weight": () if forward.conv is None else forward.conv.weight_shape,
+        "bias": channels,
+        "norm_weight": channels,
+        "norm_bias": channels,
+        "residual": forward.output_shape,
+    }
+    return {name: shapes[name] for name in problem.gradients}
+
+
+class CheckedBackwardPlan(BackwardPlan):
+    """A plan each of whose gradients is looked over at each call: that it is there where it was
+    asked for, its shape and device. Its dtype may be wider than its tensor's."""
+
+    def __init__(self, kernel: str, problem: BackwardProblem, plan: BackwardPlan) -> None:
+        self.kernel = kernel
+        self.steps = _steps(kernel, plan)
+        self.is_reference = plan.is_reference
+        self.pads_lines = plan.pads_lines
+        self.reads_dense = plan.reads_dense
+        self.plan = plan
+        self.shapes = gradient_shapes(problem)
+
+    def give_padded_lines(self) -> bool:
+        return self.plan.give_padded_lines()
+
+    def take_padded_lines(self) -> None:
+        self.plan.take_padded_lines()
+
+    def run(self, tensors: BackwardTensors) -> Gradients:
+        found = self.plan.run(tensors)
+        if not isinstance(found, Gradients):
+            raise _wrong(self.kernel, "result", type(found).__name__, "fusedconv.Gradients")
+        for name, shape in self.shapes.items():
+            gradient = getattr(found, name)
+            _check(self.kernel, f"gradient of {name}", gradient, shape, None, tensors.grad_output)
+        return found

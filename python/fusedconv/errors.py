@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusedconv import _C
 
-#: A CUDA or CUTLASS call of a kernel failed. The message names kernel, status and problem.
+#: A CUDA or CUTLASS call of a kernel failed, or a third party's kernel returned what it was not
+#: asked for. The message names the kernel and what was wrong.
 KernelError: type[RuntimeError] = _C.KernelError
 
 

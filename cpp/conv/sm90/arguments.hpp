@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "conv/failure.hpp"
 #include "conv/problem.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/check.hpp"
@@ -41,11 +42,11 @@ template <class Config>
 void check_launch(Config const& config, int batch, char const* where, cudaError_t status) {
   if (status == cudaSuccess) return;
   ConvProblem const& c = config.problem;
-  throw KernelFailure(detail::join(
-      config.row->name, ": ", where, " failed with ", cudaGetErrorName(status), " (",
-      cudaGetErrorString(status), ") for N=", batch, " C=", c.c, " K=", c.k, " DHW=", c.d, "x", c.h,
-      "x", c.w, " ZPQ=", c.z, "x", c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
-      config.schedule.shared_bytes, " bytes of shared memory"));
+  throw KernelFailure(detail::join(config.row->name, ": ", where, " failed with ",
+                                   conv::failure_of(status), " for N=", batch, " C=", c.c,
+                                   " K=", c.k, " DHW=", c.d, "x", c.h, "x", c.w, " ZPQ=", c.z, "x",
+                                   c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
+                                   config.schedule.shared_bytes, " bytes of shared memory"));
 }
 template <class Config>
 void check_launch(ConvolveArguments<Config> const& a, char const* where, cudaError_t status) {

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "fusedconv/launch_sequence.hpp"
+
 namespace fusedconv::device {
 
 // Lets a kernel have so many bytes of dynamic shared memory on the current device. The runtime is
@@ -53,16 +55,16 @@ inline bool joins_stream(void const* kernel) {
   return state == kYes;
 }
 
-// Launches a kernel, which begins with join_stream(): where that waits, its blocks may start while
-// the kernels before it on the stream end. In clusters of `cluster` blocks, on compute capability
-// 9.0. An error is also the runtime's last one.
+// Launches a kernel, which begins with join_stream(): where that waits and the kernel follows
+// another of its program, its blocks may start while the kernels before it on the stream end. In
+// clusters of `cluster` blocks, on compute capability 9.0. An error is also the runtime's last one.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 threads,
                             std::size_t shared_bytes, cudaStream_t stream,
                             Arguments&&... arguments) {
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (joins_stream(reinterpret_cast<void const*>(kernel))) {
+  if (LaunchSequence::follows() && joins_stream(reinterpret_cast<void const*>(kernel))) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fusedconv/check.hpp"
+#include "fusedconv/launch_sequence.hpp"
 #include "fusedconv/types.hpp"
 #include "program/device_guard.hpp"
 
@@ -81,6 +82,7 @@ void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
                   workspace_bytes_, " bytes");
   FUSEDCONV_CHECK(workspace % kWorkspaceAlignment == 0, "workspace: got address ", workspace);
   DeviceGuard const guard(device_);
+  LaunchSequence const sequence;
   RunContext context{.pointers = pointers.data(),
                      .workspace = workspace,
                      .first_sample = 0,

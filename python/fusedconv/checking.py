@@ -18,10 +18,8 @@ from fusedconv.device import Device
 from fusedconv.errors import KernelError
 from fusedconv.norms import statistics_dtype
 from fusedconv.plan import (
-    BackwardKernel,
     BackwardPlan,
     BackwardTensors,
-    ForwardKernel,
     ForwardPlan,
     Gradients,
     Kernel,
@@ -73,22 +71,16 @@ def compiled(kernel: Kernel, problem: Problem, device: Device) -> Any:
 
     Raises KernelError where it makes none.
     """
-    plan: Plan
-    if isinstance(problem, ForwardProblem):
-        assert isinstance(kernel, ForwardKernel)
-        plan = kernel.compile(problem, device)
-        if is_built_in(kernel):
-            return plan
-        if isinstance(plan, ForwardPlan):
-            return CheckedPlan(kernel.name, problem, plan)
-        raise _wrong(kernel.name, "compile()", repr(plan), "a fusedconv.ForwardPlan")
-    assert isinstance(kernel, BackwardKernel)
-    plan = kernel.compile(problem, device)
+    asked: Any = kernel
+    plan = asked.compile(problem, device)
     if is_built_in(kernel):
         return plan
-    if isinstance(plan, BackwardPlan):
+    if isinstance(problem, ForwardProblem) and isinstance(plan, ForwardPlan):
+        return CheckedPlan(kernel.name, problem, plan)
+    if isinstance(problem, BackwardProblem) and isinstance(plan, BackwardPlan):
         return CheckedBackwardPlan(kernel.name, problem, plan)
-    raise _wrong(kernel.name, "compile()", repr(plan), "a fusedconv.BackwardPlan")
+    expected = "ForwardPlan" if isinstance(problem, ForwardProblem) else "BackwardPlan"
+    raise _wrong(kernel.name, "compile()", repr(plan), f"a fusedconv.{expected}")
 
 
 def _steps(kernel: str, plan: Plan) -> tuple[str, ...]:

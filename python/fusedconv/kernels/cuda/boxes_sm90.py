@@ -60,13 +60,12 @@ class CostConstants:
     column: Mapping[tuple[str, int], float]
     #: A block of columns beside these.
     block: float
-    #: Where blocks share a multiprocessor, so that one's products hide another's epilogue: the
-    #: products and the epilogue of a row, over those of one that has it to itself, by segments and
-    #: by layout; what the shorter of the two adds to the longer, over itself, by bytes of an
-    #: element.
+    #: Where blocks share a multiprocessor: a row's products and epilogue, over those of one that
+    #: has it to itself, by segments and by layout and bytes of an element; what the shorter of the
+    #: two adds to the longer, over itself, by bytes of an element.
     shared_products: Mapping[int, float]
     shared_epilogue: Mapping[tuple[str, int], float]
-    hidden: Mapping[int, float]
+    shorter: Mapping[int, float]
     #: A launch beside these.
     launch: float
     #: All of it where bytes bound it, over their time at copy rate.
@@ -77,8 +76,9 @@ class CostConstants:
     pack: float
 
 
-#: Fitted to the times of 18 layers of real models in both layouts, tf32 and bf16, on an H200: the
-#: cheapest row by these takes 0.3 % longer than the best.
+#: Fitted to the times of layers of real models in both layouts, tf32 and bf16, on an H200, of 18
+#: and those of rows that share a multiprocessor of 22: the cheapest row by these takes 0.6 % longer
+#: than the best.
 COSTS = CostConstants(
     products={1: 0.90, 2: 1.14, 4: 1.25, 8: 1.90},
     copied=0.0131,
@@ -87,7 +87,7 @@ COSTS = CostConstants(
     block=1030.0,
     shared_products={1: 0.92, 2: 0.99, 4: 1.24},
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
-    hidden={2: 1.0, 4: 0.83},
+    shorter={2: 1.0, 4: 0.83},
     launch=9000.0,
     moved=1.42,
     transposed=1.5,
@@ -116,7 +116,7 @@ def tile_cycles(
         return products + epilogue
     products *= costs.shared_products[row.segments]
     epilogue *= costs.shared_epilogue[layout, size]
-    return max(products, epilogue) + costs.hidden[size] * min(products, epilogue)
+    return max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
 
 
 def launch_cycles(

@@ -13,6 +13,7 @@
 #include "binding/binding.hpp"
 #include "fusedconv/check.hpp"
 #include "program/query_device.hpp"
+#include "program/sequence.hpp"
 
 namespace fusedconv::binding {
 namespace {
@@ -22,7 +23,7 @@ namespace {
 class Addresses {
  public:
   explicit Addresses(py::list const& list) : count_(int(list.size())) {
-    FUSEDCONV_CHECK(count_ <= Program::kMaxSlots, "pointers: got ", count_);
+    FUSEDCONV_CHECK(count_ <= Sequence::kMostAddresses, "pointers: got ", count_);
     for (int i = 0; i < count_; ++i) {
       addresses_[i] = PyLong_AsSize_t(PyList_GET_ITEM(list.ptr(), i));
       if (addresses_[i] == std::size_t(-1) && PyErr_Occurred()) throw py::error_already_set();
@@ -33,7 +34,7 @@ class Addresses {
  private:
   static_assert(sizeof(std::size_t) == sizeof(uintptr_t), "PyLong_AsSize_t reads addresses");
   int count_;
-  std::array<uintptr_t, Program::kMaxSlots> addresses_;
+  std::array<uintptr_t, Sequence::kMostAddresses> addresses_;
 };
 
 using Add = void (Program::*)(std::shared_ptr<Step const>);
@@ -53,7 +54,8 @@ void bind_program(py::module_& m) {
       .def_property_readonly("present", &Operand::present);
   py::class_<Step, std::shared_ptr<Step>>(m, "Step", "One pass over memory.")
       .def("describe", &Step::describe, "What the step does, in one line.");
-  py::class_<Program>(m, "Program", "Steps over chunks of a batch, run by one call.")
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program",
+                                                "Steps over chunks of a batch, run by one call.")
       .def(py::init<int, int64_t, int64_t>(), py::arg("device"), py::arg("batch"),
            py::arg("batch_chunk"))
       .def("tensor", &Program::tensor, py::arg("slot"), py::arg("bytes_per_sample"),
@@ -69,6 +71,7 @@ void bind_program(py::module_& m) {
       .def_property_readonly("steps", &Program::steps, "Each step in one line, in order.")
       .def_property_readonly("workspace_bytes", &Program::workspace_bytes)
       .def_property_readonly("batch_chunk", &Program::batch_chunk)
+      .def_property_readonly("graphs", &Program::graphs, "CUDA graphs that it keeps of its runs.")
       .def(
           "run",
           [](Program const& self, py::list const& pointers, uintptr_t workspace, uintptr_t stream) {
@@ -78,6 +81,24 @@ void bind_program(py::module_& m) {
           "Launches every step on the stream. pointers: a list of addresses by slot, 0 where a "
           "tensor is absent; workspace: workspace_bytes of them, aligned to 256. Does not "
           "synchronise.");
+  py::class_<Sequence>(m, "Sequence", "Programs one after another, run by one call.")
+      .def(py::init<int>(), py::arg("device"))
+      .def_static(
+          "address", [](int slot, int64_t offset) { return Operand{slot, offset, 0}; },
+          py::arg("slot"), py::arg("offset") = 0, "Bytes behind an address that run() takes.")
+      .def_static(
+          "workspace", [](int64_t offset) { return Operand{Operand::kWorkspace, offset, 0}; },
+          py::arg("offset"), "Bytes behind the beginning of the workspace.")
+      .def("add", &Sequence::add, py::arg("program"), py::arg("pointers"), py::arg("workspace"),
+           "Adds a program. pointers: where each of its slots is found, by address() and "
+           "workspace(), or absent; workspace: where its own begins in the sequence's.")
+      .def_property_readonly("graphs", &Sequence::graphs, "CUDA graphs that it keeps of its runs.")
+      .def(
+          "run",
+          [](Sequence const& self, py::list const& addresses, uintptr_t workspace,
+             uintptr_t stream) { self.run(Addresses(addresses).span(), workspace, stream); },
+          py::arg("addresses"), py::arg("workspace"), py::arg("stream"),
+          "As Program.run(), of all programs.");
 }
 
 }  // namespace fusedconv::binding

@@ -1,6 +1,7 @@
 #include "program/program.hpp"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "fusedconv/check.hpp"
@@ -76,18 +77,30 @@ void Program::run(std::vector<Entry> const& entries, RunContext const& context) 
 
 void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
                   uintptr_t stream) const {
+  DeviceGuard const guard(device_);
+  std::array<uintptr_t, kMaxSlots + 1> addresses;
+  FUSEDCONV_CHECK(pointers.size() <= kMaxSlots, "pointers: got ", pointers.size());
+  std::ranges::copy(pointers, addresses.begin());
+  addresses[pointers.size()] = workspace;
+  replays_.run({addresses.data(), pointers.size() + 1}, reinterpret_cast<cudaStream_t>(stream),
+               [&](cudaStream_t on) {
+                 LaunchSequence const sequence;
+                 launch(pointers, workspace, on);
+               });
+}
+
+void Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace,
+                     cudaStream_t stream) const {
   int const count = int(pointers.size());
   FUSEDCONV_CHECK(count >= slots_, "pointers: got ", count, " for ", slots_, " slots");
   FUSEDCONV_CHECK(workspace != 0 || workspace_bytes_ == 0, "workspace: got none for ",
                   workspace_bytes_, " bytes");
   FUSEDCONV_CHECK(workspace % kWorkspaceAlignment == 0, "workspace: got address ", workspace);
-  DeviceGuard const guard(device_);
-  LaunchSequence const sequence;
   RunContext context{.pointers = pointers.data(),
                      .workspace = workspace,
                      .first_sample = 0,
                      .samples = batch_,
-                     .stream = reinterpret_cast<cudaStream_t>(stream)};
+                     .stream = stream};
   run(before_, context);
   for (int64_t first = 0; first < batch_; first += batch_chunk_) {
     context.first_sample = first;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "program/replays.hpp"
 #include "program/step.hpp"
 
 namespace fusedconv {
@@ -37,8 +38,13 @@ class Program {
   int64_t batch_chunk() const { return batch_chunk_; }
 
   // Launches everything on the stream of the program's device, which is current only meanwhile;
-  // never synchronises, never allocates. `workspace` is aligned to 256 bytes.
+  // never synchronises, never allocates memory of the device but for graphs. `workspace` is aligned
+  // to 256 bytes. Where the same addresses come again, all launches are one.
   void run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream) const;
+  // The same within a LaunchSequence, on the current device, launch by launch.
+  void launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream) const;
+
+  int graphs() const { return replays_.graphs(); }
 
  private:
   // A step and where its own scratch lies.
@@ -58,6 +64,7 @@ class Program {
   std::vector<Entry> before_;
   std::vector<Entry> per_chunk_;
   std::vector<Entry> after_;
+  mutable Replays replays_;
 };
 
 }  // namespace fusedconv

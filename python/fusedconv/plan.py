@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -101,6 +101,9 @@ class Plan(ABC):
     steps: tuple[str, ...]
     #: True where torch's own operators do the work; a log line then says why, once a problem.
     is_reference: bool = False
+    #: Whether ``run`` does nothing but allocate and run compiled programs, the same ones on tensors
+    #: that lie alike, where it calls none of torch's operators on them (``fusedconv.noting``).
+    only_launches: bool = False
 
 
 class ForwardPlan(Plan):
@@ -111,6 +114,9 @@ class ForwardPlan(Plan):
     #: What autograd follows in its place, None where nothing is, by which gradients are wanted;
     #: none of it until somebody asks.
     followed: dict[tuple[bool, ...], ForwardPlan | None] | None = None
+    #: Launches of calls by it and of its backward passes, by what tells them apart, or how often
+    #: they have been looked at; None until there is a call.
+    repeated: dict[Hashable, Any] | None = None
 
     @abstractmethod
     def run(
@@ -166,6 +172,7 @@ class JoinedPlan(BackwardPlan):
         self.steps = tuple(step for plan in plans for step in plan.steps)
         self.is_reference = all(plan.is_reference for plan in plans)
         self.is_exact = all(plan.is_exact for plan in plans)
+        self.only_launches = all(plan.only_launches for plan in plans)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         found = None

@@ -21,6 +21,7 @@ from fusedconv import _C, winners
 from fusedconv.checking import compiled
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError
+from fusedconv.noting import did_more
 from fusedconv.plan import (
     BackwardPlan,
     BackwardTensors,
@@ -370,6 +371,8 @@ def run(
     norm_bias: Tensor | None,
 ) -> Outputs:
     """``plan.run`` under a range named after the kernel, where a profiler records."""
+    if not plan.only_launches:
+        did_more()
     if profiler._is_profiler_enabled:
         with profiler.record_function(f"fusedconv::{plan.kernel}"):
             return plan.run(input, weight, bias, norm_weight, norm_bias)
@@ -378,6 +381,8 @@ def run(
 
 def run_backward(plan: BackwardPlan, tensors: BackwardTensors) -> Gradients:
     """The same for a backward plan."""
+    if not plan.only_launches:
+        did_more()
     if profiler._is_profiler_enabled:
         with profiler.record_function(f"fusedconv::{plan.kernel}"):
             return plan.run(tensors)

@@ -3,6 +3,7 @@ the convolution in front of it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from fusedconv.ops.common import (
     is_batched,
 )
 from fusedconv.ops.conv_transpose import OPERATOR
+from fusedconv.ops.repeating import repeated
 from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import Seen
 from fusedconv.plan import ForwardPlan
+from fusedconv.selection import run
 
 
 def _in_torch(
@@ -88,6 +91,22 @@ fold_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _Fold.apply
 # ---- behind a convolution ------------------------------------------------------------------------
 
 
+def _folded_outputs(
+    plan: ForwardPlan, eps: float, tensors: Sequence[Any], *, save: bool
+) -> Sequence[Tensor | None]:
+    """A plan's outputs and, where it saves, scale and shift; ``tensors`` as ``direct`` takes
+    them."""
+    input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
+
+    def computed() -> Sequence[Tensor | None]:
+        folded = batch_norm.fold(mean, variance, norm_weight, norm_bias, eps)
+        if save:
+            return (*OPERATOR.outputs(plan, (input, weight, bias, *folded)), *folded)
+        return (run(plan, input, weight, bias, *folded).output,)
+
+    return repeated(plan, ("batch_norm", eps), tensors, computed)
+
+
 def folds_directly(input: Tensor, tensors: Sequence[Tensor | None]) -> bool:
     """Whether ``direct`` serves a call's tensors: nobody else wants to see it, and running
     statistics that need no gradient are a kernel's to fold."""
@@ -116,11 +135,17 @@ class DirectBatchNorm(torch.autograd.Function):
         ctx: Any,
         plan: ForwardPlan,
         template: Any,
-        folded: tuple[Tensor, Tensor],
+        folded: tuple[Tensor, Tensor] | None,
         *tensors: Any,
     ) -> Tensor:
+        if folded is None:
+            *outputs, scale, shift = _folded_outputs(plan, template.eps, tensors, save=True)
+        else:
+            scale, shift = folded
+            outputs = [*OPERATOR.outputs(plan, (*tensors[:3], *folded))]
         # First gradients are of what is folded and take the statistics, second ones take all.
-        return OPERATOR.forward(ctx, plan, template, (*tensors[:3], *folded), *tensors[3:])
+        of_convolution = (*tensors[:3], scale, shift)
+        return OPERATOR.saved(ctx, plan, template, outputs, of_convolution, *tensors[3:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -134,21 +159,35 @@ class DirectBatchNorm(torch.autograd.Function):
                 lambda *tensors: _composed(template, tensors), tensors, needs, grad
             )
             return (None, None, None, *composed)
-        norm_weight, norm_bias, mean, variance = saved[-4:]
-        wanted = needs[3:5]
-        # The weight's is a sum of both, the bias's is that of shift.
-        of_shift = wanted[0] or wanted[1]
-        found, direct = OPERATOR.gradients(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
-        if of_shift:
-            dtype = (norm_bias if norm_weight is None else norm_weight).dtype
-            through = batch_norm.fold_gradients if direct else _gradients_in_torch
-            scale, shift = found[3:]
-            found[3:] = through(mean, variance, scale, shift, template.eps, dtype, wanted)
+        gradients = functools.partial(_gradients, ctx, grad, saved, needs)
+        if ctx.recording is None:
+            key = ("batch_norm gradients", needs, template.eps)
+            found = repeated(ctx.plan, key, (grad, *saved), gradients)
+        else:
+            found = gradients()
         return (None, None, None, *found, None, None)
 
 
-#: A plan, a call without its tensors, what is folded, and what ``folds_directly`` holds of: input,
-#: weight, bias, norm_weight, norm_bias, running_mean and running_var.
+def _gradients(
+    ctx: Any, grad: Tensor, saved: Sequence[Any], needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """First gradients of input, weight, bias, norm_weight and norm_bias."""
+    norm_weight, norm_bias, mean, variance = saved[-4:]
+    wanted = needs[3:5]
+    # The weight's is a sum of both, the bias's is that of shift.
+    of_shift = wanted[0] or wanted[1]
+    found, direct = OPERATOR.looked_up(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
+    if of_shift:
+        dtype = (norm_bias if norm_weight is None else norm_weight).dtype
+        through = batch_norm.fold_gradients if direct else _gradients_in_torch
+        scale, shift = found[3:]
+        found[3:] = through(mean, variance, scale, shift, ctx.template.eps, dtype, wanted)
+    return found
+
+
+#: A plan, a call without its tensors, what is folded where that is known, and what
+#: ``folds_directly`` holds of: input, weight, bias, norm_weight, norm_bias, running_mean and
+#: running_var.
 direct: Callable[..., Tensor] = DirectBatchNorm.apply
 
 
@@ -168,8 +207,8 @@ def again(known: Seen, tensors: Sequence[Any]) -> Tensor:
     """The output of a call that is known."""
     if isinstance(known.plan, FollowedPlan):
         return followed(known.plan, known.template.eps, *tensors)
-    input, weight, bias, norm_weight, norm_bias, mean, variance = tensors
-    folded = batch_norm.fold(mean, variance, norm_weight, norm_bias, known.template.eps)
     if known.save:
-        return direct(known.plan, known.template, folded, *tensors)
-    return known.plan.run(input, weight, bias, *folded).output
+        return direct(known.plan, known.template, None, *tensors)
+    output = _folded_outputs(known.plan, known.template.eps, tensors, save=False)[0]
+    assert output is not None
+    return output

@@ -17,6 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
+from fusedconv.ops.repeating import repeated
 from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import PLAIN
 from fusedconv.ops.watching import functorch_level, is_watched
@@ -290,14 +291,25 @@ class DirectOperator:
         """A call of which ``template`` has everything but its tensors."""
         return template._replace(**dict(zip(self.names, tensors, strict=True)))
 
-    def forward(
-        self, ctx: Any, plan: ForwardPlan, template: Any, tensors: Any, *others: Tensor | None
+    def outputs(self, plan: ForwardPlan, tensors: Sequence[Tensor | None]) -> Outputs:
+        """What a plan that saves computes, no two of them in the same memory."""
+        outputs = run(plan, *self.given(*tensors))
+        input = tensors[0]
+        assert input is not None
+        return outputs if outputs.conv_output is None else _apart(input, outputs)
+
+    def saved(
+        self,
+        ctx: Any,
+        plan: ForwardPlan,
+        template: Any,
+        outputs: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        *others: Tensor | None,
     ) -> Tensor:
         """The output; saves in ``ctx`` what ``gradients`` reads, and ``others`` behind."""
-        outputs = run(plan, *self.given(*tensors))
-        if outputs.conv_output is not None:
-            outputs = _apart(tensors[0], outputs)
         output, conv_output, mean, rstd = outputs
+        assert output is not None
         output = owning(output)
         if conv_output is None and template.reads_result:
             conv_output = output
@@ -311,6 +323,20 @@ class DirectOperator:
         return output
 
     def gradients(
+        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> Sequence[Tensor | None]:
+        """First gradients of the call's tensors, as far as ``needs`` asks for them; ``saved`` are
+        all tensors that ``forward`` saved."""
+        if ctx.recording is not None:
+            return self.looked_up(ctx, grad, saved, needs)[0]
+        return repeated(
+            ctx.plan,
+            ("gradients", needs),
+            (grad, *saved),
+            lambda: self._gradients(ctx, grad, saved, needs)[0],
+        )
+
+    def looked_up(
         self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[list[Tensor | None], bool]:
         """First gradients of the call's tensors, as far as ``needs`` asks for them, and whether
@@ -360,13 +386,14 @@ class DirectOperator:
         class Direct(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
-                return operator.forward(ctx, plan, template, tensors)
+                return operator.saved(ctx, plan, template, operator.outputs(plan, tensors), tensors)
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
                 if grad is None:
                     return nothing
                 saved, needs = as_saved(ctx.saved_tensors, ctx.lies), ctx.needs_input_grad[2:]
+                found: Sequence[Tensor | None]
                 if differentiates_gradients(grad):
                     found = gradients_by_composition(
                         lambda *tensors: operator.in_torch(operator.call(ctx.template, tensors)),
@@ -375,7 +402,7 @@ class DirectOperator:
                         grad,
                     )
                 else:
-                    found, _ = operator.gradients(ctx, grad, saved, needs)
+                    found = operator.gradients(ctx, grad, saved, needs)
                 return (None, None, *found)
 
         direct: Callable[..., Tensor] = Direct.apply

@@ -70,7 +70,7 @@ def fold(
     scale = empty((channels,), (1,), torch.float32)
     shift = empty((channels,), (1,), torch.float32)
     run_program(
-        program, device, (running_mean, running_var, weight, bias, scale, shift), running_mean
+        program, running_mean.device, (running_mean, running_var, weight, bias, scale, shift)
     )
     return scale, shift
 
@@ -117,6 +117,6 @@ def fold_gradients(
     empty = allocator(running_mean.device)
     found = [empty((channels,), (1,), dtype) if want else None for want in wanted]
     run_program(
-        program, device, (running_mean, running_var, grad_scale, grad_shift, *found), running_mean
+        program, running_mean.device, (running_mean, running_var, grad_scale, grad_shift, *found)
     )
     return found

@@ -454,6 +454,7 @@ class BoxesGradientsPlan(BackwardPlan):
 
     is_exact = True
     reads_dense = True
+    only_launches = True
 
     def __init__(self, kernel: BoxesGradients, problem: BackwardProblem, device: Device) -> None:
         forward = problem.forward
@@ -461,7 +462,6 @@ class BoxesGradientsPlan(BackwardPlan):
         assert conv is not None
         self.kernel = kernel.name
         self.problem = problem
-        self._device = device
         self._program = kernel.build(problem, device)
         self._grad_layout = result_layout(grad_layout(problem))
         self._input_layout = result_layout(forward.layout)
@@ -493,7 +493,7 @@ class BoxesGradientsPlan(BackwardPlan):
                 x = x.clone()
             slots[CONV_INPUT] = x
             slots[GRAD_WEIGHT] = grad_weight = empty(*self._weight, grad.dtype)
-        run_program(self._program, self._device, slots, grad)
+        run_program(self._program, grad.device, slots)
         return Gradients(input=grad_input, weight=grad_weight)
 
 

@@ -142,6 +142,7 @@ class DirectGradientsPlan(BackwardPlan):
         if "weight" in self._wanted and forward.layout == "strided":
             copies.append(CONTIGUOUS_STEP)
         self._sums_after = "bias" in self._wanted and not _sums_bias(problem)
+        self.only_launches = not self._sums_after
         behind = ["torch sum by channel"] if self._sums_after else []
         self.steps = (*copies, *self._program.steps, *behind)
 
@@ -225,9 +226,8 @@ class DirectGradientsPlan(BackwardPlan):
         if self._program.steps:
             run_program(
                 self._program,
-                self._device,
+                grad.device,
                 (x, grad, tensors.weight, grad_input, grad_weight, grad_bias),
-                grad,
             )
         if self._sums_after:
             grad_bias = grad.sum((0, *range(2, grad.dim())))

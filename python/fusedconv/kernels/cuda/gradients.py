@@ -315,6 +315,7 @@ class GroupNormBackwardPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
 
     is_exact = True
+    only_launches = True
 
     def __init__(self, kernel: GroupNormBackward, problem: BackwardProblem, device: Device) -> None:
         forward = problem.forward
@@ -369,7 +370,7 @@ class GroupNormBackwardPlan(BackwardPlan):
         conv_bias = per_channel("bias", x.dtype)
         run_program(
             self._program,
-            self._device,
+            x.device,
             (
                 x,
                 grad,
@@ -382,7 +383,6 @@ class GroupNormBackwardPlan(BackwardPlan):
                 norm_bias,
                 conv_bias,
             ),
-            x,
         )
         return Gradients.of_epilogue(
             self.problem, grad_input, norm_weight, norm_bias, bias=conv_bias

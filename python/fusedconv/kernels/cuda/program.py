@@ -21,6 +21,7 @@ from fusedconv.kernels.compiled import (
 )
 from fusedconv.layout import dense_strides
 from fusedconv.norms import KINDS
+from fusedconv.noting import Notes, current, note_run
 from fusedconv.plan import BackwardKernel, BackwardPlan, ForwardKernel, ForwardPlan, Outputs
 from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import (
@@ -38,7 +39,9 @@ FAMILIES: tuple[str, ...] = tuple(_C.build.get("families", ()))
 
 try:
     # The stream's address without building a Stream object; private, so the public way stays.
-    from torch._C import _cuda_getCurrentRawStream as raw_stream
+    from torch._C import _cuda_getCurrentRawStream
+
+    raw_stream: Callable[[int], int] = _cuda_getCurrentRawStream
 except ImportError:
 
     def raw_stream(device: int) -> int:
@@ -58,6 +61,20 @@ except ImportError:  # private names, which may move
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
     """``torch.empty_strided`` of shape, strides and dtype, on a CUDA device that has an index."""
+    empty = _allocator(device)
+    return empty if current.notes is None else _noted(empty, current.notes)
+
+
+def _noted(empty: Callable[..., Tensor], notes: Notes) -> Callable[..., Tensor]:
+    def noted(*how: Any) -> Tensor:
+        tensor = empty(*how)
+        notes.allocated.append(tensor)
+        return tensor
+
+    return noted
+
+
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
     if _empty_on_current is not None and _current_device() == device.index:
         current: Callable[..., Tensor] = _empty_on_current
         return current
@@ -409,6 +426,8 @@ class ForwardProgram:
 class ProgramPlan(ForwardPlan):
     """A plan whose steps are one ``_C.Program``: allocate, pass addresses, launch."""
 
+    only_launches = True
+
     def __init__(self, kernel: str, program: ForwardProgram) -> None:
         problem = program.problem
         compiled = program.compiled
@@ -416,11 +435,8 @@ class ProgramPlan(ForwardPlan):
         self._contiguous_input = problem.layout == "strided"
         copies = (CONTIGUOUS_STEP,) if self._contiguous_input else ()
         self.steps = (*copies, *compiled.steps)
-        self._run = compiled.run
         # Steps and operands live as long as the program.
         self._program = compiled
-        self._workspace_bytes: int = compiled.workspace_bytes
-        self._device_index = program.device.index
         self._device = torch.device("cuda", program.device.index)
         self._output_shape = problem.output_shape
         self._output_strides = dense_strides(problem.output_shape, problem.output_layout)
@@ -449,9 +465,6 @@ class ProgramPlan(ForwardPlan):
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
         output = empty(self._output_shape, self._output_strides, self._output_dtype)
-        workspace = None
-        if self._workspace_bytes:
-            workspace = empty((self._workspace_bytes,), (1,), torch.uint8)
         conv_output = mean = rstd = None
         if self._saves:
             if self._saves_conv:
@@ -471,19 +484,19 @@ class ProgramPlan(ForwardPlan):
             mean,
             rstd,
         )
-        self._run(
-            [0 if tensor is None else tensor.data_ptr() for tensor in tensors],
-            address(workspace),
-            raw_stream(self._device_index),
-        )
+        run_program(self._program, self._device, tensors)
         return Outputs(output, conv_output, mean, rstd)
 
 
 def run_program(
-    program: _C.Program, device: Device, tensors: Sequence[Tensor | None], like: Tensor
+    program: _C.Program, device: torch.device, tensors: Sequence[Tensor | None]
 ) -> None:
     """Runs a program on tensors in the order of its slots, with a workspace of its own."""
     workspace = None
-    if program.workspace_bytes:
-        workspace = allocator(like.device)((program.workspace_bytes,), (1,), torch.uint8)
-    program.run(list(map(address, tensors)), address(workspace), raw_stream(device.index))
+    num_bytes: int = program.workspace_bytes
+    if num_bytes:
+        workspace = _allocator(device)((num_bytes,), (1,), torch.uint8)
+    if current.notes is not None:
+        note_run(program, tensors, num_bytes)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    program.run(addresses, address(workspace), raw_stream(device.index))

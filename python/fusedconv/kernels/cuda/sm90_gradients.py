@@ -330,6 +330,8 @@ class GradientsSm90Plan(BackwardPlan):
     """A program for each form in which an output gradient comes; what comes in none of them, or is
     channels last of channels that the program does not transpose, torch copies to NCHW first."""
 
+    only_launches = True
+
     def __init__(self, kernel: GradientsSm90, problem: BackwardProblem, device: Device) -> None:
         conv = problem.forward.conv
         assert conv is not None
@@ -412,7 +414,7 @@ class GradientsSm90Plan(BackwardPlan):
         slots: list[Tensor | None] = [None] * (GRAD_BIAS + 1)
         slots[INPUT], slots[WEIGHT], slots[OUTPUT] = grad, filter, grad_input
         slots[CONV_INPUT], slots[GRAD_WEIGHT], slots[GRAD_BIAS] = x, grad_weight, grad_bias
-        run_program(self._program(form), self._device, slots, grad)
+        run_program(self._program(form), grad.device, slots)
         if grad_input is not None and self._copies_back:
             grad_input = dense(grad_input, "nhwc")
         return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)

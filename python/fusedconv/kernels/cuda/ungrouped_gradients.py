@@ -137,6 +137,7 @@ class UngroupedBackwardPlan(BackwardPlan):
     """One program; tensors of another layout than the forward output's are copied to it first."""
 
     is_exact = True
+    only_launches = True
     kernel = UngroupedBackward.name
 
     def __init__(self, problem: BackwardProblem, device: Device) -> None:
@@ -202,7 +203,7 @@ class UngroupedBackwardPlan(BackwardPlan):
         conv_bias = per_channel("bias", x.dtype)
         run_program(
             self._program,
-            self._device,
+            x.device,
             (
                 x,
                 grad,
@@ -213,7 +214,6 @@ class UngroupedBackwardPlan(BackwardPlan):
                 norm_bias,
                 conv_bias,
             ),
-            x,
         )
         return Gradients.of_epilogue(
             self.problem, grad_input, norm_weight, norm_bias, bias=conv_bias
@@ -225,6 +225,7 @@ class UngroupedBiasPlan(BackwardPlan):
 
     is_exact = True
     reads_dense = True
+    only_launches = True
 
     kernel = UngroupedBias.name
 
@@ -265,7 +266,7 @@ class UngroupedBiasPlan(BackwardPlan):
         # Behind an epilogue of torch's it may be wider.
         grad = dense(tensors.of_convolution.to(self.problem.forward.dtype), self._layout)
         bias = allocator(grad.device)(*self._channels, grad.dtype)
-        run_program(self._program, self._device, (grad, bias), grad)
+        run_program(self._program, grad.device, (grad, bias))
         return Gradients(bias=bias)
 
 

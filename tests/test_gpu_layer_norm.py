@@ -72,7 +72,7 @@ def alone(x, weight, bias, before=None, after=None, output_dtype=None, in_place=
             output=program.tensor(3, x[0].numel() * output.element_size()),
         )
     )
-    run_program(program, device, (x, weight, bias, output), x)
+    run_program(program, x.device, (x, weight, bias, output))
     return output
 
 

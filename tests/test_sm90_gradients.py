@@ -556,7 +556,7 @@ def test_a_program_gets_what_it_was_built_for(layout, weight_layout, kind, chann
     plan = kernel_named("sm90_gradients_tf32").compile(asked, H200)
     whole = {name: size % 4 == 0 for name, size in (("x", inputs), ("grad", outputs))}
 
-    def run(program, device, slots, like):
+    def run(program, device, slots):
         (built_for,) = [form for form, built in plan._programs.items() if built is program]
         grad, given, result = slots[INPUT], slots[CONV_INPUT], slots[OUTPUT]
         copied = kind == "expanded" or (kind == "nhwc" and not whole["grad"])

@@ -38,7 +38,6 @@ KERNELS = [
     (r"add the weight gradient's parts", ["add_partials_kernel"]),
     (r"pad |sums of the output's gradient by channel", ["pad_planes"]),
     (r"gradient of bias", ["add_parts"]),
-    (r"torch sum by channel", ["reduce_kernel"]),
     (r"depthwise gradient of .* \(nchw\)", ["gradients_of_planes|input_gradient"]),
     (r"depthwise gradient of .* \(nhwc\)", ["gradients_of_pixels|input_gradient"]),
     (r"add the depthwise weight gradient's parts", ["add_parts_of_weight"]),

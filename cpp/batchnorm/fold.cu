@@ -13,7 +13,6 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     fold_statistics(FoldProblem const p, void const* mean, void const* variance, void const* weight,
                     void const* bias, float* scale, float* shift) {
-  device::join_stream();
   int64_t const channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   auto const at = [&](void const* tensor, DType dtype, float otherwise) {
@@ -28,7 +27,6 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     gradients_of_fold(FoldProblem const p, void const* mean, void const* variance,
                       FoldGradients const g) {
-  device::join_stream();
   int64_t const channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   float const scale = g.scale == nullptr ? 0.0f : g.scale[channel];

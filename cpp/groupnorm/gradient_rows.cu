@@ -106,7 +106,6 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
-  device::join_stream();
   extern __shared__ float4 shared[];  // the table, then sums, [map.rows][width]
   Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
   int const width = map.columns * kVector;
@@ -155,7 +154,6 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
     grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                  GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {
-  device::join_stream();
   extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
   Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
   int const width = map.columns * kVector;

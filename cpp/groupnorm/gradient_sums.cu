@@ -37,7 +37,6 @@ template <class T, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
-  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   int64_t const base = int64_t(plane) * pixels + begin;
@@ -92,7 +91,6 @@ __global__ void __launch_bounds__(kThreads)
     merge_sums(float2 const* __restrict__ partials, GradientAffine affine, int count,
                bool channels_last, float elements, float2* __restrict__ sums,
                GroupTerms* __restrict__ terms) {
-  device::join_stream();
   int const sample = int(blockIdx.x / unsigned(affine.groups));
   int const group = int(blockIdx.x % unsigned(affine.groups));
   int const warp = threadIdx.x / 32;
@@ -124,7 +122,6 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     sums_over_samples(float2 const* __restrict__ sums, int64_t batch, int channels,
                       AffineTargets const targets) {
-  device::join_stream();
   int const channel = int(blockIdx.x);
   float2 total{};
   for (int64_t n = threadIdx.x; n < batch; n += kThreads) {

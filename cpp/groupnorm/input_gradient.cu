@@ -27,7 +27,6 @@ __global__ void __launch_bounds__(kThreads)
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                    int64_t split_size, int splits, Lines lines, LineStep step,
                    float* __restrict__ sums) {
-  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int const sample = plane / affine.channels;
   int const index = plane % affine.channels;

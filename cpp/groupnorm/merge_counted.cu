@@ -28,7 +28,6 @@ template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(MergeParams const p, CountedPartial const* __restrict__ partials,
                  StatisticsTargets targets) {
-  device::join_stream();
   int const sample = int(blockIdx.x) / p.groups;
   int const first = int(blockIdx.x) % p.groups * p.channels_per_group;
   CountedPartial const* const source = partials + sample * p.slots * p.channels + first;

@@ -26,7 +26,6 @@ __global__ void __launch_bounds__(kThreads)
     moments_channels_first(T const* __restrict__ input, Partial* __restrict__ partials,
                            int64_t group_size, int64_t split_size, int splits,
                            Activation activation) {
-  device::join_stream();
   constexpr int kVector = 16 / sizeof(T);
   int64_t const group = blockIdx.x / splits;
   int64_t const split = blockIdx.x % splits;
@@ -79,7 +78,6 @@ __global__ void __launch_bounds__(kThreads)
     finalize_channels_first(Partial const* __restrict__ partials, StatisticsTargets targets,
                             int64_t groups, int64_t group_size, int64_t split_size, int splits,
                             float eps) {
-  device::join_stream();
   int64_t const group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (group >= groups) return;
   Moments total;
@@ -102,7 +100,6 @@ __global__ void __launch_bounds__(kThreads)
     moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                           RowMap map, Activation activation) {
-  device::join_stream();
   extern __shared__ device::RelativeMoments shared[];  // [rows][columns * kVector]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -179,7 +176,6 @@ __global__ void __launch_bounds__(kThreads)
     finalize_channels_last(Partial const* __restrict__ partials, StatisticsTargets targets,
                            int groups, int channels_per_group, int64_t row_channels, int64_t pixels,
                            int64_t block_rows, int row_blocks, float eps) {
-  device::join_stream();
   int64_t const sample = blockIdx.x / groups;
   int const first_channel = int(blockIdx.x % groups) * channels_per_group;
   int const parts = row_blocks * channels_per_group;

@@ -28,7 +28,6 @@ template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
-  device::join_stream();
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
   auto const channel = [&] {
@@ -44,7 +43,6 @@ template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     normalize_small_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                            unsigned pixels, unsigned planes) {
-  device::join_stream();
   unsigned const vectors_per_plane = pixels / kVector;
   int64_t const vectors = int64_t(planes) * vectors_per_plane;
   for (int64_t v = int64_t(blockIdx.x) * kThreads + threadIdx.x; v < vectors;
@@ -72,7 +70,6 @@ __global__ void __launch_bounds__(kThreads)
     normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                    int64_t row_channels, int64_t pixels, int64_t block_rows, unsigned row_blocks,
                    RowMap map) {
-  device::join_stream();
   extern __shared__ float4 table[];  // [kVector][map.columns]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -128,7 +125,6 @@ template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(device::kTileThreads)
     normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                                 int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
-  device::join_stream();
   using Tile = device::TransposeTile<U>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;

@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     block_per_group(T const* __restrict__ input, T* __restrict__ output, Affine affine,
                     StatisticsTargets saved, unsigned units, int vectors,
                     unsigned vectors_per_plane, float eps) {
-  device::join_stream();
   constexpr int kBlock = resident_block(kThreads);
   static_assert(kBlock % kThreads == 0 && kThreads % 32 == 0, "whole warps per group");
   __shared__ device::RelativeMoments shared[kBlock / 32];

@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     block_per_group_channels_last(T const* __restrict__ input, T* __restrict__ output,
                                   Affine affine, StatisticsTargets saved, unsigned units,
                                   unsigned pixels, unsigned columns, float eps) {
-  device::join_stream();
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;

@@ -24,7 +24,6 @@ template <class T, class U, int kVector, bool kWhole, int kKnown>
 __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kKnown>)
     normalize_channels_first(Tensors<T, U> const tensors, int64_t pixels, unsigned tiles,
                              int lane_bits) {
-  device::join_stream();
   constexpr int kPacks = kHeld<T, kKnown> / kVector;
   constexpr int kAtOnce = kCall / kVector;  // packs
   constexpr bool kLow = kKeepsLow<T>;

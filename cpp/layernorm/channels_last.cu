@@ -17,7 +17,6 @@ constexpr int kPacksOf = kRows == kShortRows ? 1 : kHeld / kVector / kRows;
 template <class T, class U, int kVector, int kRows, int kKnown>
 __global__ void __launch_bounds__(kRowThreads, kKnown == groupnorm::kAnyActivation ? 3 : 4)
     normalize_channels_last(Tensors<T, U> const tensors, int64_t rows, int lane_bits) {
-  device::join_stream();
   constexpr int kPacks = kPacksOf<kVector, kRows>;
   constexpr bool kLow = kKeepsLow<T>;
   constexpr int kPair = kVector < 2 ? 1 : 2;

@@ -26,7 +26,6 @@ template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
     channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
                            int64_t padded_channels, int64_t pixels, unsigned pixel_tiles) {
-  device::join_stream();
   using Tile = device::TransposeTile<T>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
@@ -103,7 +102,6 @@ __global__ void __launch_bounds__(device::kTileThreads)
 template <class T, bool kRound>
 __global__ void pad_channels(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
                              int64_t padded_channels, int64_t total) {
-  device::join_stream();
   constexpr int kOut = 16 / sizeof(T);
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
   int64_t const pixel_packs = padded_channels / kOut;
@@ -124,7 +122,6 @@ template <class T, bool kRound>
 __global__ void pack_filter_kernel(PackedFilterProblem problem, T const* __restrict__ weight,
                                    T const* __restrict__ bias, T* __restrict__ filter,
                                    T* __restrict__ packed_bias) {
-  device::join_stream();
   conv::FilterSource const& source = problem.source;
   int64_t const taps = source.t * source.r * source.s;
   int64_t const total = problem.padded_k * taps * problem.padded_c;

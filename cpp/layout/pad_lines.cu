@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(kThreads)
     pad_planes(T const* __restrict__ input, uint4* __restrict__ output, float* __restrict__ sums,
                int columns, int pitch, int line_vectors, int64_t plane_elements, int plane_vectors,
                int split_vectors, int splits) {
-  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   int64_t const plane = blockIdx.x / unsigned(splits);
   int const begin = int(blockIdx.x % unsigned(splits)) * split_vectors;
@@ -63,7 +62,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     add_parts(ChannelSums const p, float const* __restrict__ sums, T* __restrict__ totals) {
-  device::join_stream();
   int64_t const channel = blockIdx.x;
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < p.batch * p.parts; i += kThreads) {

@@ -123,7 +123,6 @@ template <class T, int kLoad, int kStore, int kStride>
 __global__ void __launch_bounds__(kThreads)
     split_planes(Params const p, T const* __restrict__ input, T* __restrict__ output,
                  float* __restrict__ sums) {
-  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   __shared__ uint4 tile[PhasesProblem::kTileVectors];
   __shared__ int64_t sources[PhasesProblem::kMostTileLines];  // of the tensor's channel

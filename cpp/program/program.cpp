@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "fusedconv/check.hpp"
-#include "fusedconv/launch_sequence.hpp"
 #include "fusedconv/types.hpp"
 #include "program/device_guard.hpp"
 
@@ -83,10 +82,7 @@ void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
   std::ranges::copy(pointers, addresses.begin());
   addresses[pointers.size()] = workspace;
   replays_.run({addresses.data(), pointers.size() + 1}, reinterpret_cast<cudaStream_t>(stream),
-               [&](cudaStream_t on) {
-                 LaunchSequence const sequence;
-                 launch(pointers, workspace, on);
-               });
+               [&](cudaStream_t on) { launch(pointers, workspace, on); });
 }
 
 void Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace,

@@ -41,7 +41,7 @@ class Program {
   // never synchronises, never allocates memory of the device but for graphs. `workspace` is aligned
   // to 256 bytes. Where the same addresses come again, all launches are one.
   void run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream) const;
-  // The same within a LaunchSequence, on the current device, launch by launch.
+  // The same on the current device, launch by launch.
   void launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream) const;
 
   int graphs() const { return replays_.graphs(); }

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "fusedconv/check.hpp"
-#include "fusedconv/launch_sequence.hpp"
 #include "program/device_guard.hpp"
 
 namespace fusedconv {
@@ -37,7 +36,6 @@ void Sequence::run(std::span<uintptr_t const> addresses, uintptr_t workspace,
   RunContext const context{.pointers = addresses.data(), .workspace = workspace};
   replays_.run({all.data(), std::size_t(count) + 1}, reinterpret_cast<cudaStream_t>(stream),
                [&](cudaStream_t on) {
-                 LaunchSequence const sequence;
                  for (Entry const& entry : entries_) {
                    std::array<uintptr_t, Program::kMaxSlots> pointers;
                    std::ranges::transform(

@@ -42,7 +42,6 @@ template <class T, int kHeld, int kVector, Known kKnown>
 __global__ void __launch_bounds__(kMostThreads, 1)
     grad_of_columns(Tensors<T> const tensors, int64_t pixels, int64_t tiles, int64_t all_tiles,
                     int lane_bits) {
-  device::join_stream();
   extern __shared__ float4 shared[];
   Affine const& affine = tensors.affine;
   int const lanes = 1 << lane_bits;

@@ -28,7 +28,6 @@ struct Targets {
 __global__ void __launch_bounds__(kChannels* kSlices)
     add_parts_of_channels(float const* __restrict__ partials, int parts, int sums, int channels,
                           Targets const targets) {
-  device::join_stream();
   int const sum = int(blockIdx.y);
   if (targets.totals[sum] == nullptr) return;
   int const channel = int(blockIdx.x) * kChannels + int(threadIdx.x) % kChannels;

@@ -21,7 +21,6 @@ groupnorm::Split split_of(GroupNormProblem const& p) {
 template <class T, int kVector, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     grad_of_planes(Tensors<T> const tensors, int64_t pixels, int64_t split_size, int splits) {
-  device::join_stream();
   Affine const& affine = tensors.affine;
   int const split = int(blockIdx.x % unsigned(splits));
   int const plane = int(blockIdx.x / unsigned(splits));

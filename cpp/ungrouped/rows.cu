@@ -71,7 +71,6 @@ int64_t parts_of(GroupNormProblem const& p, Kind kind, Sharing const& sharing) {
 template <class T, int kVector, int kPacks, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads, resident_of(kKind, kVector* kPacks))
     grad_of_rows(Tensors<T> const tensors, int64_t rows, int lane_bits) {
-  device::join_stream();
   constexpr int kHeld = kVector * kPacks;
   constexpr int kRows = rows_of(kHeld);
   constexpr bool kRoomy = is_roomy<T>(kKind, kKnown, kHeld);

@@ -1,8 +1,7 @@
 """Whether a training step is autograd's to follow through torch's operators, or a node of ours.
 
-A node of autograd in Python, and what runs its plans, keep the processor for longer than torch's
-own nodes: kernels that save less than that are slower, whatever they take by themselves. A CUDA
-graph does not replay what the host takes, but keeps what the steps before it have chosen.
+A node of autograd in Python, and what runs its plans, keep a processor for longer than torch's own
+nodes: kernels that save less than that are slower, whatever they take by themselves.
 """
 
 from __future__ import annotations
@@ -12,19 +11,13 @@ from collections.abc import Sequence
 from fusedconv.device import Device
 from fusedconv.errors import NoKernelError
 from fusedconv.kernels.torch import TorchForward, followed_milliseconds
-from fusedconv.norms import Norm
-from fusedconv.problem import Activation, BackwardProblem, ForwardProblem, Problem
+from fusedconv.problem import BackwardProblem, ForwardProblem, Problem
 from fusedconv.selection import Choice, choose, forced_kernels, winner_of
 
 #: What a node of ours takes on a processor beside its kernels, in launches: 0.25 ms forward and 0.3
 #: backward were measured around layers of 3 to 7 ms, which leave Python cold caches, 0.1 ms around
 #: tensors of a few bytes.
 PROCESSOR_NODE = 550.0
-#: On a GPU, in launches: a training step of ours, and torch's operators in one, keep the host for
-#: so long, however small the tensors are. 240 us were measured of ours around one convolution where
-#: a launch takes 4, and 170 of torch's; around a normalisation ours is not the longer one.
-CUDA_NODE = 55.0
-CUDA_CONVOLUTION, CUDA_ACTIVATION, CUDA_NORM = 43.0, 12.0, 55.0
 #: By how much a step of ours must promise to be faster, by no more than a node takes. Most of it
 #: are products that a library computes in either, and estimates of the rest are no closer.
 LEAST_GAIN = 1.05
@@ -52,7 +45,9 @@ def reason_to_follow(
         return EVERY_PART
     if forced or len({choice.by for choice in chosen}) > 1:
         return None
-    if device.type != "cuda" and forward.layout == "nhwc" and forward.norm_groups:
+    if device.type == "cuda":
+        return None  # there a node of ours, its launches repeated at once, takes no longer
+    if forward.layout == "nhwc" and forward.norm_groups:
         return None  # torch's operators are composed with copies to channels first around the norm
     composed = [in_torch(each, device) for each in passes]
     estimated = chosen[0].by == "cost"
@@ -63,15 +58,8 @@ def reason_to_follow(
         return None
     if estimated:
         theirs = followed_milliseconds(forward, device, theirs)
-    if device.type == "cuda":
-        node = CUDA_NODE * device.launch_milliseconds
-        if ours >= node:
-            return None  # the device bounds the step, not the host
-        ours = node
-        theirs = max(theirs, _operators(forward) * device.launch_milliseconds)
-    else:
-        node = PROCESSOR_NODE * device.launch_milliseconds
-        ours += node
+    node = PROCESSOR_NODE * device.launch_milliseconds
+    ours += node
     if ours + min((LEAST_GAIN - 1.0) * ours, node) < theirs:
         return None
     how = "estimates" if estimated else "times"
@@ -85,18 +73,6 @@ def reason_to_follow(
 def in_torch(problem: Problem, device: Device) -> Choice:
     """Torch's operators for every part of a problem."""
     return choose(problem, device, TorchForward.provider, tuned=False)
-
-
-def _operators(forward: ForwardProblem) -> float:
-    """Launches that torch's operators keep the host for in both passes."""
-    launches = 0.0 if forward.conv is None else CUDA_CONVOLUTION
-    for stage in forward.epilogue:
-        match stage:
-            case Activation():
-                launches += CUDA_ACTIVATION
-            case Norm():
-                launches += CUDA_NORM
-    return launches
 
 
 def _milliseconds(

@@ -5,7 +5,6 @@
 
 #include "conv/direct/epilogue.hpp"
 #include "conv/direct/params.hpp"
-#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::direct {
@@ -156,7 +155,6 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
 // kVector: channels of a thread, more than one where each group has one input and output channel.
 template <class T, int kVector>
 __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__ Params const p) {
-  device::join_stream();
   extern __shared__ __align__(16) unsigned char shared[];
   int rest, block, lane, column;
   p.channel_blocks(rest, block, int(blockIdx.x));

@@ -10,7 +10,6 @@
 #include "conv/direct/segments.hpp"
 #include "conv/direct/team.hpp"
 #include "conv/direct/unit.hpp"
-#include "cuda/launch.hpp"
 
 namespace fusedconv::conv::direct {
 
@@ -139,7 +138,6 @@ class Outputs {
 template <class T, int kTaps, int kChannels>
 __global__ void __launch_bounds__(kThreads, blocks_of(kChannels))
     convolve_planes(__grid_constant__ Params const p, int team_bytes) {
-  device::join_stream();
   extern __shared__ __align__(16) unsigned char shared[];
   using S = Shape<T, kTaps, kChannels>;
   WarpMoments<kChannels> const by_warp(p, shared);

@@ -48,7 +48,6 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(sizeof(T) <= sizeof(U), "the tile holds either type");
   __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
 
-  device::join_stream();
   Raster const& raster = p.raster;
   int block = int(blockIdx.x);
   int const parts = raster.block_n / kColumns;

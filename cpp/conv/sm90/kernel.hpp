@@ -20,7 +20,6 @@
 #include "conv/sm90/producer.hpp"
 #include "conv/sm90/traits.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -60,7 +59,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::join_stream();
   if (kKeepsFilter && threadIdx.x == 0) {
     device::arrive_and_expect(&barriers.filter, p.kept_filter_bytes);
     device::bulk_load(filter_ring, p.filter, p.kept_filter_bytes, &barriers.filter);

@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kMergeThreads)
     merge_moments_kernel(MergeParams const p, Pixels const pixels,
                          groupnorm::Partial const* __restrict__ partials,
                          groupnorm::StatisticsTargets targets) {
-  device::join_stream();
   auto const statistics = merged_statistics(p, pixels, partials, int(blockIdx.x));
   if (threadIdx.x == 0) device::store(targets, blockIdx.x, statistics);
 }

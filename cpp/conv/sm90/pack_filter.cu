@@ -28,7 +28,6 @@ struct Params {
 template <class T, int kParts>
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(Params const p, T const* __restrict__ weight, T* __restrict__ filter) {
-  device::join_stream();
   constexpr int kHalf = 16 / sizeof(T);
   FilterOrder const& order = p.order;
   unsigned const stride = gridDim.x * blockDim.x;

@@ -183,7 +183,7 @@ def followed_milliseconds(problem: ForwardProblem, device: Device, estimated: fl
     """What ``estimated`` milliseconds of torch's operators, one by one in both passes, are where
     autograd follows them."""
     small = problem.output_elements * problem.dtype.itemsize <= _SMALL_BYTES
-    if device.type == "cuda" or not small:
+    if not small:
         return estimated
     moved = sum(_processor_passes(problem))
     return estimated - (1.0 - _SMALL_SHARE) * device.copy_milliseconds(moved)

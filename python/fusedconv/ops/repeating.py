@@ -21,15 +21,16 @@ _MOST_TRIES = 3
 Results = Sequence[Tensor | None]
 
 
+def _is_of_cuda(tensors: Results) -> bool:
+    return tensors[0] is not None and tensors[0].is_cuda
+
+
 def repeated(
     plan: ForwardPlan, key: tuple[object, ...], tensors: Results, call: Callable[[], Results]
 ) -> Results:
     """What ``call()`` returns, new tensors that it computes from ``tensors`` alone, the first one
     among them: by a plan, or by those of its gradients, and by what else ``key`` tells apart."""
-    first = tensors[0]
-    if first is None or not first.is_cuda:
-        return call()
-    if record.active or profiler._is_profiler_enabled or is_watched():
+    if not _is_of_cuda(tensors) or record.active or profiler._is_profiler_enabled or is_watched():
         return call()
     known = plan.repeated
     if known is None:

@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(32 * kSlices)
     add_parts_of_few(float const* __restrict__ partials, int parts, int numbers, int taps,
                      int channels, cutlass::FastDivmod kernel_h, cutlass::FastDivmod kernel_w,
                      FilterSource const target, T* __restrict__ grad_weight) {
-  device::join_stream();
   int const number = int(blockIdx.x) * 32 + int(threadIdx.x) % 32;
   bool const exists = number < numbers;
   float const total =

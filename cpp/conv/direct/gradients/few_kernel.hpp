@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "conv/direct/gradients/few_channels.hpp"
-#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cutlass/fast_math.h"
 
@@ -230,7 +229,6 @@ constexpr int blocks_of(int channels, int kernel) {
 template <int kStride, int kKernel, int kChannels, bool kInput, bool kWeighs>
 __global__ void __launch_bounds__(kThreads, blocks_of(kChannels, kKernel))
     gradients(Params const p) {
-  device::join_stream();
   using C = Columns<kStride, kKernel>;
   constexpr int kPitch = C::pitch();
   constexpr int kVector = weight_vector(kChannels);

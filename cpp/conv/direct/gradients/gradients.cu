@@ -127,7 +127,6 @@ struct Any {
 template <class T, class Filter>
 __global__ void __launch_bounds__(kThreads)
     gradients_of_planes(Params const p, Tensors<T> const tensors) {
-  device::join_stream();
   constexpr int kTaps = Filter::kTaps;
   constexpr bool kKnown = !std::is_same_v<Filter, Any>;
   __shared__ float weights[kTaps];
@@ -185,7 +184,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, class Filter>
 __global__ void __launch_bounds__(kThreads)
     gradients_of_pixels(Params const p, Tensors<T> const tensors) {
-  device::join_stream();
   constexpr int kTaps = Filter::kTaps;
   constexpr bool kKnown = !std::is_same_v<Filter, Any>;
   __shared__ float weights[kTaps][kLanes];
@@ -247,7 +245,6 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, bool kLast>
 __global__ void __launch_bounds__(kThreads)
     input_gradient(Params const p, Tensors<T> const tensors, int64_t elements) {
-  device::join_stream();
   int64_t const element = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (element >= elements) return;
   int64_t const inner = kLast ? element / p.channels : element;
@@ -274,7 +271,6 @@ template <class T>
 __global__ void __launch_bounds__(32 * kSlices)
     add_parts_of_weight(float const* __restrict__ partials, int parts, int numbers,
                         T* __restrict__ grad_weight) {
-  device::join_stream();
   int const number = int(blockIdx.x) * 32 + int(threadIdx.x) % 32;
   bool const exists = number < numbers;
   float const total =

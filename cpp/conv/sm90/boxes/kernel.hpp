@@ -10,7 +10,6 @@
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -134,7 +133,6 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     }
     device::fence_barrier_init();
   }
-  device::join_stream();
   __syncthreads();
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);

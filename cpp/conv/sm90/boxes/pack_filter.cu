@@ -36,7 +36,6 @@ template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ PackParams const p, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
-  device::join_stream();
   constexpr int kVector = kPieceBytes / int(sizeof(T));
   constexpr int kPieces = kChunkBytes / kPieceBytes;
   for (uint32_t i = blockIdx.x * kPackThreads + threadIdx.x; i < count;

@@ -4,7 +4,6 @@
 #include "conv/sm90/clusters/epilogue.hpp"
 #include "conv/sm90/clusters/products.hpp"
 #include "conv/sm90/clusters/staging.hpp"
-#include "cuda/launch.hpp"
 
 namespace fusedconv::conv::sm90::clusters {
 
@@ -24,7 +23,6 @@ __global__ void __launch_bounds__(kThreads, kMostResident)
   auto* const phases = reinterpret_cast<Phase*>(shared + p.phases_offset);
   auto* const columns = reinterpret_cast<Column*>(shared + p.columns_offset);
   list_phases(p, phases);
-  device::join_stream();
 
   constexpr int kStep = kStepBytes / int(sizeof(T));
   // Copies of a chunk are under way while the one before is multiplied.

@@ -12,7 +12,6 @@
 #include "conv/sm90/runs/producer.hpp"
 #include "conv/sm90/runs/traits.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
@@ -48,7 +47,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::join_stream();
   if (threadIdx.x == 0 && !p.streams_filter) {
     int const bytes = p.k_iterations * p.filter_stage_bytes;
     device::arrive_and_expect(&barriers.filter, bytes);

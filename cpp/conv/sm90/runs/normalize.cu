@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(kMergeThreads)
   int const split = int(blockIdx.x % unsigned(splits));
   int const channel = plane % affine.channels;
   int const group = plane / affine.channels_per_group;
-  device::join_stream();
   auto const merged = merged_statistics(merge, tile_pixels, partials, group);
   if (threadIdx.x == 0) {
     shared = merged;

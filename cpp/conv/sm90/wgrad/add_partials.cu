@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(kThreads)
     add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
                         FilterSource const weight, int products, int64_t product_elements,
                         T* __restrict__ grad_weight) {
-  device::join_stream();
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   int64_t const first = partial_index(p, index, 0, 0, e.r) + accumulator;

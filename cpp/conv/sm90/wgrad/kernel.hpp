@@ -11,7 +11,6 @@
 #include "conv/sm90/wgrad/producer.hpp"
 #include "conv/sm90/wgrad/traits.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -35,7 +34,6 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::join_stream();
   __syncthreads();
   BlockWork const work(p);
   int const warpgroup = __reduce_max_sync(~0u, threadIdx.x / kWarpgroupThreads);

@@ -22,7 +22,6 @@ __device__ __forceinline__ float small_part_of(float value) {
 
 __global__ void __launch_bounds__(kThreads)
     small_parts(float const* __restrict__ input, float* __restrict__ output, int64_t elements) {
-  device::join_stream();
   int64_t const vectors = elements / kVector;
   int64_t const first = int64_t(blockIdx.x) * (kThreads * kLoads) + threadIdx.x;
   Vector loaded[kLoads];

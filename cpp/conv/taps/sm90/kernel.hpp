@@ -9,7 +9,6 @@
 #include "conv/taps/sm90/producer.hpp"
 #include "conv/taps/sm90/traits.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -36,7 +35,6 @@ __global__ void __launch_bounds__(kThreads, 1) convolve(__grid_constant__ Params
     device::fence_barrier_init();
     device::fence_async_proxy();
   }
-  device::join_stream();
   __syncthreads();
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);

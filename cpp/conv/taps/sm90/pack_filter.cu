@@ -20,7 +20,6 @@ __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ Params const p,
                        __grid_constant__ FilterSource const source, int row_groups, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
-  device::join_stream();
   constexpr int kVector = 16 / int(sizeof(T));
   constexpr int kParts = kSplits ? 2 : 1;
   uint32_t const stride = gridDim.x * blockDim.x;

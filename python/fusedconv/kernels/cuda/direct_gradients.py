@@ -4,7 +4,6 @@ and the weight's in one pass over the output's gradient, of whatever stride, fil
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +22,10 @@ from fusedconv.kernels.cuda.program import (
     FAMILIES,
     NotBuiltBackward,
     allocator,
-    lines_problem,
     run_program,
     supports_device,
 )
+from fusedconv.kernels.cuda.ungrouped_gradients import add_bias_sums, supports_bias_sums
 from fusedconv.layout import dense, dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
@@ -57,9 +56,9 @@ def _config(problem: BackwardProblem) -> Any:
     )
 
 
-def _sums_bias(problem: BackwardProblem) -> bool:
-    """Whether a pass of ours sums the bias's gradient; channels last torch does."""
-    return "bias" in problem.gradients and problem.forward.output_layout == "nchw"
+def supports_direct_bias(problem: BackwardProblem) -> Support:
+    """Whether the bias's gradient is served, where it is asked for."""
+    return supports_bias_sums(problem) if "bias" in problem.gradients else Support.yes()
 
 
 def bias_milliseconds(problem: BackwardProblem, device: Device) -> float:
@@ -93,7 +92,8 @@ class DirectGradients(BackwardKernel):
         ):
             if not support:
                 return support
-        return Support.of(_config(problem).support)
+        support = Support.of(_config(problem).support)
+        return support and supports_direct_bias(problem)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         forward, gradients = problem.forward, problem.gradients
@@ -121,6 +121,7 @@ class DirectGradientsPlan(BackwardPlan):
 
     is_exact = True
     reads_dense = True
+    only_launches = True
 
     kernel = DirectGradients.name
 
@@ -141,10 +142,7 @@ class DirectGradientsPlan(BackwardPlan):
             copies.append(f"torch copy of the output's gradient to {self._layout}")
         if "weight" in self._wanted and forward.layout == "strided":
             copies.append(CONTIGUOUS_STEP)
-        self._sums_after = "bias" in self._wanted and not _sums_bias(problem)
-        self.only_launches = not self._sums_after
-        behind = ["torch sum by channel"] if self._sums_after else []
-        self.steps = (*copies, *self._program.steps, *behind)
+        self.steps = (*copies, *self._program.steps)
 
     @staticmethod
     def _weight_strides(conv: ConvTransposeGeometry) -> tuple[int, ...]:
@@ -184,31 +182,9 @@ class DirectGradientsPlan(BackwardPlan):
         forward = self.problem.forward
         program = _C.Program(self._device.index, forward.batch, 0)
         self._add_steps(program)
-        if _sums_bias(self.problem):
-            spatial = forward.output_spatial
-            lines = lines_problem(
-                forward.batch, forward.output_channels, spatial, forward.dtype, spatial[-1]
-            )
-            summed = lines.sums()
-            parts = program.scratch(0, summed.bytes)
-            sample = forward.output_channels * math.prod(spatial) * forward.dtype.itemsize
-            program.per_chunk(
-                _C.layout.PadLines(
-                    "the output's gradient",
-                    problem=lines,
-                    input=program.tensor(GRAD_OUTPUT, sample),
-                    output=_C.Operand(),
-                    sums=parts,
-                )
-            )
-            program.per_chunk(
-                _C.layout.AddSums(
-                    "gradient of bias",
-                    problem=summed,
-                    sums=parts,
-                    totals=program.tensor(GRAD_BIAS, 0),
-                )
-            )
+        if "bias" in self._wanted:
+            grad, bias = program.tensor(GRAD_OUTPUT, 0), program.tensor(GRAD_BIAS, 0)
+            add_bias_sums(program, self.problem, grad, bias)
         return program
 
     def run(self, tensors: BackwardTensors) -> Gradients:
@@ -222,15 +198,13 @@ class DirectGradientsPlan(BackwardPlan):
 
         grad_input = made("input", *self._input)
         grad_weight = made("weight", *self._weight)
-        grad_bias = None if self._sums_after else made("bias", *self._bias)
+        grad_bias = made("bias", *self._bias)
         if self._program.steps:
             run_program(
                 self._program,
                 grad.device,
                 (x, grad, tensors.weight, grad_input, grad_weight, grad_bias),
             )
-        if self._sums_after:
-            grad_bias = grad.sum((0, *range(2, grad.dim())))
         return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)
 
 

@@ -21,6 +21,7 @@ from fusedconv.kernels.cuda.direct_gradients import (
     WEIGHT,
     DirectGradientsPlan,
     bias_milliseconds,
+    supports_direct_bias,
 )
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltBackward, supports_device
 from fusedconv.layout import dense_strides
@@ -77,7 +78,8 @@ class FewGradients(BackwardKernel):
         ):
             if not support:
                 return support
-        return Support.of(_config(problem).support)
+        support = Support.of(_config(problem).support)
+        return support and supports_direct_bias(problem)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         forward, gradients = problem.forward, problem.gradients

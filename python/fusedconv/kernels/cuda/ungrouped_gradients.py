@@ -100,9 +100,7 @@ class UngroupedBias(BackwardKernel):
             return Support.no(
                 f"the output's gradient is {problem.grad_dtype}, the input {forward.dtype}"
             )
-        bare = _bare(problem)
-        support = supports_compiled(bare.forward)
-        return support and Support.of(_config(bare).support)
+        return supports_bias_sums(problem)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         copied = 2 * (grad_layout(problem) != problem.forward.output_layout)
@@ -123,6 +121,41 @@ def _bare(problem: BackwardProblem) -> BackwardProblem:
         forward=dataclasses.replace(forward, epilogue=bias, output_dtype=forward.dtype),
         grad_dtype=forward.dtype,
         grad_layout=grad_layout(problem),
+    )
+
+
+def supports_bias_sums(problem: BackwardProblem) -> Support:
+    """Whether ``add_bias_sums`` serves a problem."""
+    bare = _bare(problem)
+    support = supports_compiled(bare.forward)
+    return support and Support.of(_config(bare).support)
+
+
+def add_bias_sums(program: _C.Program, problem: BackwardProblem, grad: Any, bias: Any) -> None:
+    """Appends what sums ``grad``, of the convolution's output and in the forward output's layout,
+    by channel to ``bias``."""
+    config = _config(_bare(problem))
+    absent = _C.Operand()
+    partials = program.scratch(0, config.partial_bytes)
+    program.per_chunk(
+        _C.ungrouped.Gradient(
+            config,
+            input=absent,
+            grad_output=grad,
+            weight=absent,
+            bias=absent,
+            grad_input=absent,
+            partials=partials,
+        )
+    )
+    program.per_chunk(
+        _C.ungrouped.AddParts(
+            config,
+            partials=partials,
+            grad_weight=absent,
+            grad_bias=absent,
+            grad_conv_bias=bias,
+        )
     )
 
 
@@ -235,32 +268,9 @@ class UngroupedBiasPlan(BackwardPlan):
         self._device = device
         self._layout = forward.output_layout
         self._channels = (forward.output_channels,), (1,)
-        bare = _bare(problem)
-        config = _config(bare)
-        absent = _C.Operand()
         self._program = program = _C.Program(device.index, forward.batch, 0)
-        partials = program.scratch(0, config.partial_bytes)
-        program.per_chunk(
-            _C.ungrouped.Gradient(
-                config,
-                input=absent,
-                grad_output=program.tensor(0, 0),
-                weight=absent,
-                bias=absent,
-                grad_input=absent,
-                partials=partials,
-            )
-        )
-        program.per_chunk(
-            _C.ungrouped.AddParts(
-                config,
-                partials=partials,
-                grad_weight=absent,
-                grad_bias=absent,
-                grad_conv_bias=program.tensor(1, 0),
-            )
-        )
-        self.steps = (*_copies(bare), *program.steps)
+        add_bias_sums(program, problem, program.tensor(0, 0), program.tensor(1, 0))
+        self.steps = (*_copies(_bare(problem)), *program.steps)
 
     def run(self, tensors: BackwardTensors) -> Gradients:
         # Behind an epilogue of torch's it may be wider.

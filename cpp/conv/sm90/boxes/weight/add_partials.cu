@@ -18,7 +18,6 @@ template <class T>
 __global__ void __launch_bounds__(kAddThreads)
     add_partials_kernel(__grid_constant__ Params const p, Block const block,
                         FilterSource const target, T* __restrict__ grad_weight) {
-  device::join_stream();
   int const accumulator = int(blockIdx.x * kAddThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   float const* source = p.partials + partial_index(p, index, 0, block) + accumulator;

@@ -11,7 +11,6 @@
 #include "conv/sm90/wait.hpp"
 #include "conv/sm90/wgmma.hpp"
 #include "cuda/async.hpp"
-#include "cuda/launch.hpp"
 #include "cute/arch/config.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/reg_reconfig.h"
@@ -267,7 +266,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     device::fence_async_proxy();
   }
-  device::join_stream();
   __syncthreads();
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
   if (role == kConsumers) {

@@ -31,7 +31,6 @@ __global__ void __launch_bounds__(kPackThreads)
                       cutlass::FastDivmod const box_w, cutlass::FastDivmod const box_h,
                       cutlass::FastDivmod const box_d, float const* __restrict__ input,
                       unsigned char* __restrict__ packed) {
-  device::join_stream();
   int const positions = p.box_bytes / kChunkBytes;
   int64_t const tiles = p.slabs * p.all_channels;
   int const piece = int(threadIdx.x) % kPieces;

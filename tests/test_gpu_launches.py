@@ -1,0 +1,235 @@
+"""Launches that are repeated, by sequences of programs and CUDA graphs of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import fusedconv
+from fusedconv import selection
+from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda.launches import Launches
+from fusedconv.plan import ForwardPlan
+
+pytestmark = pytest.mark.gpu
+
+#: The norm behind, and its arguments.
+NORMS = {
+    None: {},
+    "group": {"num_groups": 4},
+    "layer": {"norm": "layer"},
+    "batch": {"norm": "batch"},
+    "instance": {"norm": "instance"},
+}
+
+
+class Layer:
+    """A transposed convolution 32 to 16 channels with what is behind it."""
+
+    def __init__(self, norm, layout, dtype=torch.bfloat16, out_channels=16):
+        self.form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+        made = {"device": "cuda", "dtype": dtype}
+        self.weight = torch.rand(32, out_channels, 3, 3, **made)
+        self.bias = torch.rand(out_channels, **made)
+        self.norm_weight = torch.rand(out_channels, **made)
+        self.norm_bias = torch.rand(out_channels, **made)
+        self.leaves = [self.weight, self.bias]
+        self.norm = dict(NORMS[norm])
+        if norm is not None:
+            self.norm |= {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
+            self.leaves += [self.norm_weight, self.norm_bias]
+        if norm == "batch":
+            self.norm["running_mean"] = torch.rand(out_channels, device="cuda")
+            self.norm["running_var"] = torch.rand(out_channels, device="cuda") + 0.5
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
+    def input(self):
+        x = torch.rand(2, 32, 12, 20, device="cuda", dtype=self.weight.dtype)
+        return x.contiguous(memory_format=self.form)
+
+    def __call__(self, x):
+        return conv_transpose_act_norm(
+            x, self.weight, self.bias, 2, 1, 1, activation="gelu", **self.norm
+        )
+
+    def step(self, x, grad=None):
+        """Output and gradients."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        x = x.detach().requires_grad_()
+        output = self(x)
+        if grad is None:
+            torch.manual_seed(1)
+            grad = torch.randn_like(output)
+        torch.full_like(output, torch.nan)  # what comes next gets this memory
+        output.backward(grad)
+        return [output.detach(), x.grad, *(leaf.grad for leaf in self.leaves)]
+
+
+def known_launches():
+    plans = [each for each in selection._plans._entries.values() if isinstance(each, ForwardPlan)]
+    found = [each for plan in plans for each in (plan.repeated or {}).values()]
+    return [each for each in found if isinstance(each, Launches)]
+
+
+def graphs():
+    return sum(each._sequence.graphs for each in known_launches())
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=False)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    fusedconv.clear_cache()
+    yield
+    fusedconv.clear_cache()
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_steps_are_the_same_bits_again(norm, dtype, layout):
+    layer = Layer(norm, layout, dtype)
+    x = layer.input()
+    expected = [each.clone() for each in layer.step(x)]
+    for _ in range(8):
+        assert_same(layer.step(x), expected)
+    assert graphs() > 0
+
+
+def test_other_values_in_the_same_memory_are_read():
+    layer = Layer("batch", "nhwc")
+    x = layer.input()
+    for _ in range(6):
+        before = [each.clone() for each in layer.step(x)]
+    assert graphs() > 0
+    for tensor in (x, *layer.leaves, layer.norm["running_mean"]):
+        tensor.data.mul_(0.5)
+    after = layer.step(x)
+    assert not torch.equal(after[0], before[0]) and not torch.equal(after[2], before[2])
+    fusedconv.clear_cache()
+    assert_same(after, layer.step(x))
+
+
+@pytest.mark.parametrize("how", ["strided gradient", "expanded gradient", "strided norm weight"])
+def test_tensors_that_lie_otherwise(how):
+    layer = Layer("group", "nchw")
+    x = layer.input()
+    for _ in range(4):
+        output, *_ = layer.step(x)
+    grad = torch.randn_like(output)
+    if how == "strided gradient":
+        grad = grad.transpose(2, 3).contiguous().transpose(2, 3)
+    elif how == "expanded gradient":
+        grad = torch.ones((), device="cuda", dtype=output.dtype).expand_as(output)
+    else:
+        wide = torch.rand(32, device="cuda", dtype=x.dtype)
+        layer.leaves[2] = layer.norm["norm_weight"] = wide[::2].detach().requires_grad_()
+    found = [each.clone() for each in layer.step(x, grad)]
+    for _ in range(3):
+        assert_same(layer.step(x, grad), found)
+    fusedconv.clear_cache()
+    assert_same(layer.step(x, grad), found)
+
+
+def test_a_tensor_given_twice():
+    layer = Layer("group", "nchw")
+    x = layer.input()
+    for _ in range(4):
+        layer.step(x)
+    layer.norm["norm_bias"] = layer.norm["norm_weight"]
+    layer.leaves.pop()
+    found = [each.clone() for each in layer.step(x)]
+    for _ in range(3):
+        assert_same(layer.step(x), found)
+    fusedconv.clear_cache()
+    assert_same(layer.step(x), found)
+
+
+def test_a_captured_step_launches_by_itself():
+    layer = Layer("layer", "nhwc")
+    x = layer.input()
+    grad = torch.randn_like(layer(x))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(5):
+            expected = [each.clone() for each in layer.step(x, grad)]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layer.step(x, grad)
+    for each in found:
+        each.zero_()
+    graph.replay()
+    assert_same(found, expected)
+
+
+def test_threads_with_streams_of_their_own():
+    layers = [Layer("group", "nhwc") for _ in range(4)]
+    inputs = [layer.input() for layer in layers]
+    expected = [
+        [each.clone() for each in layer.step(x)] for layer, x in zip(layers, inputs, strict=True)
+    ]
+    torch.cuda.synchronize()
+    failures = []
+
+    def work(layer, x, expected):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                for _ in range(40):
+                    output = layer(x)
+                    torch.cuda.current_stream().synchronize()
+                    assert torch.equal(output, expected[0])
+        except Exception as error:  # for the thread that waits
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=each)
+        for each in zip(layers, inputs, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_addresses_that_seldom_come_again_make_few_graphs():
+    layer = Layer("batch", "nhwc")
+    held = []
+    for _ in range(300):
+        held.append(layer.step(layer.input()))
+    assert graphs() == 0
+    assert all(torch.isfinite(each).all() for each in held[-1])
+
+
+def test_the_environment_switches_graphs_off():
+    program = (
+        "import test_gpu_launches as t\n"
+        "layer = t.Layer('batch', 'nhwc')\n"
+        "x = layer.input()\n"
+        "for _ in range(6): layer.step(x)\n"
+        "print(t.graphs(), len(t.known_launches()))\n"
+    )
+    for value, expected in (("0", False), ("", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "FUSEDCONV_REPLAY": value},
+            cwd=os.path.dirname(__file__),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        made, known = map(int, done.stdout.split())
+        assert (made > 0) == expected and known > 0

@@ -257,7 +257,7 @@ def test_scratch_of_a_padded_output_of_another_dtype_is_within_the_limit():
     made = dataclasses.replace(made, batch=1024, output_dtype=torch.float32)
     assert kernel.supports(made, H200)
     plan = kernel.compile(made, H200)
-    assert plan._workspace_bytes <= MOST_SCRATCH + (16 << 20)
+    assert plan._program.workspace_bytes <= MOST_SCRATCH + (16 << 20)
 
 
 def test_an_output_in_another_layout_or_dtype_is_stored_by_a_pass():

@@ -98,7 +98,7 @@ def test_one_launch_without_scratch(kernel):
     (step,) = plan.steps
     assert step.startswith(f"{kernel.name} (nchw, clusters of ")
     assert step.endswith(" blocks) + bias + gelu + normalize")
-    assert plan._workspace_bytes == 0
+    assert plan._program.workspace_bytes == 0
     config = kernel.config(made, H200)
     # A group of 32 channels on each cluster, whose blocks share the products.
     assert (config.columns, config.column_blocks) == (32, 8)

@@ -291,7 +291,7 @@ def test_system_1_takes_no_scratch_tensor():
     kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
     assert kernel.supports(system_1("tf32"), H200)
     plan = kernel.compile(system_1("tf32"), H200)
-    assert plan._workspace_bytes < 60e6
+    assert plan._program.workspace_bytes < 60e6
 
 
 @pytest.mark.parametrize(

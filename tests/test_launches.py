@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedconv import noting, selection
+import fusedconv
+from fusedconv import _C, noting, selection
 from fusedconv.kernels.cuda import launches
 from fusedconv.kernels.cuda.launches import Launches, launches_of
 from fusedconv.ops import repeating
@@ -35,8 +36,8 @@ class Sequence:
     def workspace(offset):
         return Operand("workspace", offset)
 
-    def add(self, program, pointers, workspace):
-        self.added.append((program, [pointer.place for pointer in pointers], workspace))
+    def add(self, program, pointers):
+        self.added.append((program, [pointer.place for pointer in pointers]))
 
     def run(self, addresses, workspace, stream):
         self.runs.append((addresses, workspace))
@@ -83,8 +84,8 @@ def test_tensors_of_a_call_become_addresses_and_parts_of_a_workspace():
     assert isinstance(known, Launches)
     first, second = known._sequence.added
     # The programs' own workspaces lie at the beginning, one after another in time.
-    assert first == ("first", [("address", 0, 0), (), ("workspace", 512)], 0)
-    assert second == ("second", [("workspace", 520), ("address", 1, 16), ("address", 2, 0)], 0)
+    assert first == ("first", [("address", 0, 0), (), ("workspace", 512)])
+    assert second == ("second", [("workspace", 520), ("address", 1, 16), ("address", 2, 0)])
 
     others = aligned(8), aligned(2, 4)
     nothing, found = known.run(others)
@@ -232,3 +233,34 @@ def test_a_joined_plan_launches_only_where_all_do():
 
     assert JoinedPlan([Part(True), Part(True)]).only_launches
     assert not JoinedPlan([Part(True), Part(False)]).only_launches
+
+
+# ---- sequences of the compiled module ------------------------------------------------------------
+
+
+@pytest.mark.skipif(not fusedconv.build["cuda"], reason="fusedconv was built without CUDA")
+def test_a_sequence_says_what_is_wrong_before_it_asks_a_device():
+    with pytest.raises(ValueError, match="device: got -1"):
+        _C.Sequence(-1)
+    sequence, program = _C.Sequence(0), _C.Program(0, 1, 0)
+    program.scratch(256)
+    for place, text in (
+        (_C.Sequence.address(-5), "pointers: got slot -5"),
+        (_C.Sequence.address(63), "pointers: got slot 63"),
+        (_C.Sequence.workspace(-8), "pointers: got offset -8"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            sequence.add(program, [place])
+    with pytest.raises(ValueError, match="pointers: got 33"):
+        sequence.add(program, [_C.Operand()] * 33)
+    sequence.add(program, [_C.Sequence.address(2, 16)])
+    with pytest.raises(ValueError, match="addresses: got 2 for 3 slots"):
+        sequence.run([256, 256], 256, 0)
+    with pytest.raises(ValueError, match="workspace: got none for 256 bytes"):
+        sequence.run([256, 256, 256], 0, 0)
+    with pytest.raises(ValueError, match="workspace: got address 8"):
+        sequence.run([256, 256, 256], 8, 0)
+    with pytest.raises(ValueError, match="workspace: got none for 256 bytes"):
+        program.run([], 0, 0)
+    with pytest.raises(ValueError, match="pointers: got 33"):
+        program.run([0] * 33, 256, 0)

@@ -89,9 +89,9 @@ void bind_program(py::module_& m) {
       .def_static(
           "workspace", [](int64_t offset) { return Operand{Operand::kWorkspace, offset, 0}; },
           py::arg("offset"), "Bytes behind the beginning of the workspace.")
-      .def("add", &Sequence::add, py::arg("program"), py::arg("pointers"), py::arg("workspace"),
-           "Adds a program. pointers: where each of its slots is found, by address() and "
-           "workspace(), or absent; workspace: where its own begins in the sequence's.")
+      .def("add", &Sequence::add, py::arg("program"), py::arg("pointers"),
+           "Adds a program, whose own workspace begins where the sequence's does. pointers: where "
+           "each of its slots is found, by address() and workspace(), or absent.")
       .def_property_readonly("graphs", &Sequence::graphs, "CUDA graphs that it keeps of its runs.")
       .def(
           "run",

@@ -76,22 +76,27 @@ void Program::run(std::vector<Entry> const& entries, RunContext const& context) 
 
 void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
                   uintptr_t stream) const {
+  check(pointers, workspace);
   DeviceGuard const guard(device_);
   std::array<uintptr_t, kMaxSlots + 1> addresses;
-  FUSEDCONV_CHECK(pointers.size() <= kMaxSlots, "pointers: got ", pointers.size());
   std::ranges::copy(pointers, addresses.begin());
   addresses[pointers.size()] = workspace;
-  replays_.run({addresses.data(), pointers.size() + 1}, reinterpret_cast<cudaStream_t>(stream),
-               [&](cudaStream_t on) { launch(pointers, workspace, on); });
+  replays_.run(
+      {addresses.data(), pointers.size() + 1}, reinterpret_cast<cudaStream_t>(stream),
+      [&](cudaStream_t on) { launch(pointers, workspace, on); }, [&] { return steps(); });
+}
+
+void Program::check(std::span<uintptr_t const> pointers, uintptr_t workspace) const {
+  int const count = int(pointers.size());
+  FUSEDCONV_CHECK(count >= slots_, "pointers: got ", count, " for ", slots_, " slots");
+  FUSEDCONV_CHECK(count <= kMaxSlots, "pointers: got ", count);
+  FUSEDCONV_CHECK(workspace != 0 || workspace_bytes_ == 0, "workspace: got none for ",
+                  workspace_bytes_, " bytes");
+  FUSEDCONV_CHECK(workspace % kWorkspaceAlignment == 0, "workspace: got address ", workspace);
 }
 
 void Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace,
                      cudaStream_t stream) const {
-  int const count = int(pointers.size());
-  FUSEDCONV_CHECK(count >= slots_, "pointers: got ", count, " for ", slots_, " slots");
-  FUSEDCONV_CHECK(workspace != 0 || workspace_bytes_ == 0, "workspace: got none for ",
-                  workspace_bytes_, " bytes");
-  FUSEDCONV_CHECK(workspace % kWorkspaceAlignment == 0, "workspace: got address ", workspace);
   RunContext context{.pointers = pointers.data(),
                      .workspace = workspace,
                      .first_sample = 0,

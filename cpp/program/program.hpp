@@ -41,7 +41,9 @@ class Program {
   // never synchronises, never allocates memory of the device but for graphs. `workspace` is aligned
   // to 256 bytes. Where the same addresses come again, all launches are one.
   void run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream) const;
-  // The same on the current device, launch by launch.
+  // Throws InvalidArgument where run() does not take these.
+  void check(std::span<uintptr_t const> pointers, uintptr_t workspace) const;
+  // What run() does with those that check() takes, on the current device, launch by launch.
   void launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream) const;
 
   int graphs() const { return replays_.graphs(); }

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <string_view>
 
 #include "fusedconv/check.hpp"
@@ -76,13 +77,18 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
+// What a graph launches, as an error names it.
+std::string joined(std::vector<std::string> const& steps) {
+  std::string result = "graph of";
+  for (std::string const& step : steps) result += (&step == &steps.front() ? " " : "; ") + step;
+  return result;
+}
+
 void destroy(cudaGraphExec_t graph) {
   // What is under way ends first. The runtime may be gone when a process ends.
   if (cudaGraphExecDestroy(graph) != cudaSuccess) cudaGetLastError();
   --graphs_of_process;
 }
-
-}  // namespace
 
 bool replays_launches() {
   static bool const value = [] {
@@ -91,6 +97,8 @@ bool replays_launches() {
   }();
   return value;
 }
+
+}  // namespace
 
 Replays::~Replays() {
   for (Kept const& each : kept_) destroy(each.graph);
@@ -102,27 +110,30 @@ int Replays::graphs() const {
 }
 
 void Replays::run(std::span<uintptr_t const> addresses, cudaStream_t stream,
-                  std::function<void(cudaStream_t)> const& launch) {
+                  std::function<void(cudaStream_t)> const& launch,
+                  std::function<std::vector<std::string>()> const& steps) {
   if (!replays_launches() || is_captured(stream)) return launch(stream);
   {
     std::scoped_lock const lock(mutex_);
-    if (launch_kept(addresses, stream)) return;
+    if (launch_kept(addresses, stream, steps)) return;
     if (makes_ && seen_before(addresses)) {
       if (cudaGraphExec_t const graph = capture(launch)) {
         keep(addresses, graph);
-        if (launch_kept(addresses, stream)) return;
+        if (launch_kept(addresses, stream, steps)) return;
       }
     }
   }
   launch(stream);
 }
 
-bool Replays::launch_kept(std::span<uintptr_t const> addresses, cudaStream_t stream) {
+bool Replays::launch_kept(std::span<uintptr_t const> addresses, cudaStream_t stream,
+                          std::function<std::vector<std::string>()> const& steps) {
   auto const found = std::ranges::find_if(
       kept_, [&](Kept const& each) { return std::ranges::equal(each.addresses, addresses); });
   if (found == kept_.end()) return false;
   kept_.splice(kept_.begin(), kept_, found);
-  FUSEDCONV_CUDA("graph of launches", cudaGraphLaunch(found->graph, stream));
+  cudaError_t const status = cudaGraphLaunch(found->graph, stream);
+  if (status != cudaSuccess) FUSEDCONV_CUDA(joined(steps()), status);
   ++launched_;
   return true;
 }
@@ -152,7 +163,7 @@ cudaGraphExec_t Replays::capture(std::function<void(cudaStream_t)> const& launch
   bool launches = true;
   try {
     launch(stream.get());
-  } catch (KernelFailure const&) {
+  } catch (std::exception const&) {
     launches = false;  // launched directly, it says what is wrong
   }
   cudaGraph_t graph = nullptr;

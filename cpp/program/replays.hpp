@@ -9,6 +9,7 @@
 #include <list>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace fusedconv {
@@ -30,9 +31,11 @@ class Replays {
   Replays& operator=(Replays const&) = delete;
 
   // Does what `launch(stream)` does on the current device, which must depend on nothing but
-  // `addresses`. Called directly while the stream is captured, and where a graph cannot be made.
+  // `addresses`. Called directly while the stream is captured, where a graph cannot be made, and
+  // where FUSEDCONV_REPLAY=0 in the environment says so. `steps` are named if a graph fails.
   void run(std::span<uintptr_t const> addresses, cudaStream_t stream,
-           std::function<void(cudaStream_t)> const& launch);
+           std::function<void(cudaStream_t)> const& launch,
+           std::function<std::vector<std::string>()> const& steps);
 
   int graphs() const;
 
@@ -42,7 +45,8 @@ class Replays {
     cudaGraphExec_t graph;
   };
 
-  bool launch_kept(std::span<uintptr_t const> addresses, cudaStream_t stream);
+  bool launch_kept(std::span<uintptr_t const> addresses, cudaStream_t stream,
+                   std::function<std::vector<std::string>()> const& steps);
   bool seen_before(std::span<uintptr_t const> addresses);
   // Null where no graph can be made, or none would help.
   cudaGraphExec_t capture(std::function<void(cudaStream_t)> const& launch);
@@ -55,8 +59,5 @@ class Replays {
   int64_t made_ = 0, launched_ = 0;
   bool makes_ = true;
 };
-
-// Whether graphs are made at all: FUSEDCONV_REPLAY=0 in the environment says no.
-bool replays_launches();
 
 }  // namespace fusedconv

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
 
 #include "fusedconv/check.hpp"
@@ -13,15 +14,17 @@ Sequence::Sequence(int device) : device_(device) {
   FUSEDCONV_CHECK(device >= 0, "device: got ", device);
 }
 
-void Sequence::add(std::shared_ptr<Program const> program, std::vector<Operand> pointers,
-                   int64_t workspace) {
+void Sequence::add(std::shared_ptr<Program const> program, std::vector<Operand> pointers) {
   FUSEDCONV_CHECK(program != nullptr, "program: got none");
-  FUSEDCONV_CHECK(workspace >= 0, "workspace: got ", workspace);
   int const count = int(pointers.size());
   FUSEDCONV_CHECK(count <= Program::kMaxSlots, "pointers: got ", count);
-  for (Operand const& each : pointers) slots_ = std::max(slots_, each.slot + 1);
-  FUSEDCONV_CHECK(slots_ < kMostAddresses, "pointers: got slots up to ", slots_);
-  entries_.push_back({std::move(program), std::move(pointers), workspace});
+  for (Operand const& each : pointers) {
+    FUSEDCONV_CHECK(each.slot >= Operand::kWorkspace && each.slot < kMostAddresses - 1,
+                    "pointers: got slot ", each.slot);
+    FUSEDCONV_CHECK(each.offset >= 0, "pointers: got offset ", each.offset);
+    slots_ = std::max(slots_, each.slot + 1);
+  }
+  entries_.push_back({std::move(program), std::move(pointers)});
 }
 
 void Sequence::run(std::span<uintptr_t const> addresses, uintptr_t workspace,
@@ -29,22 +32,38 @@ void Sequence::run(std::span<uintptr_t const> addresses, uintptr_t workspace,
   int const count = int(addresses.size());
   FUSEDCONV_CHECK(count >= slots_ && count < kMostAddresses, "addresses: got ", count, " for ",
                   slots_, " slots");
+  RunContext const context{.pointers = addresses.data(), .workspace = workspace};
+  // Calls body(program, its pointers) for each in turn.
+  auto const for_each = [&](auto const& body) {
+    for (Entry const& entry : entries_) {
+      std::array<uintptr_t, Program::kMaxSlots> pointers;
+      std::ranges::transform(entry.pointers, pointers.begin(), [&](Operand const& operand) {
+        return uintptr_t(context.at(operand));
+      });
+      body(*entry.program, std::span<uintptr_t const>(pointers.data(), entry.pointers.size()));
+    }
+  };
+  for_each([&](Program const& program, std::span<uintptr_t const> pointers) {
+    program.check(pointers, workspace);
+  });
   DeviceGuard const guard(device_);
   std::array<uintptr_t, kMostAddresses> all;
   std::ranges::copy(addresses, all.begin());
   all[count] = workspace;
-  RunContext const context{.pointers = addresses.data(), .workspace = workspace};
-  replays_.run({all.data(), std::size_t(count) + 1}, reinterpret_cast<cudaStream_t>(stream),
-               [&](cudaStream_t on) {
-                 for (Entry const& entry : entries_) {
-                   std::array<uintptr_t, Program::kMaxSlots> pointers;
-                   std::ranges::transform(
-                       entry.pointers, pointers.begin(),
-                       [&](Operand const& operand) { return uintptr_t(context.at(operand)); });
-                   entry.program->launch({pointers.data(), entry.pointers.size()},
-                                         workspace + entry.workspace, on);
-                 }
-               });
+  replays_.run(
+      {all.data(), std::size_t(count) + 1}, reinterpret_cast<cudaStream_t>(stream),
+      [&](cudaStream_t on) {
+        for_each([&](Program const& program, std::span<uintptr_t const> pointers) {
+          program.launch(pointers, workspace, on);
+        });
+      },
+      [&] {
+        std::vector<std::string> steps;
+        for (Entry const& entry : entries_) {
+          for (std::string& step : entry.program->steps()) steps.push_back(std::move(step));
+        }
+        return steps;
+      });
 }
 
 }  // namespace fusedconv

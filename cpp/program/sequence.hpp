@@ -20,9 +20,8 @@ class Sequence {
   explicit Sequence(int device);
 
   // pointers: of the program's slots, where each is found among the caller's addresses or in the
-  // workspace; workspace: where the program's own lies in that.
-  void add(std::shared_ptr<Program const> program, std::vector<Operand> pointers,
-           int64_t workspace);
+  // workspace, at whose beginning the program's own lies.
+  void add(std::shared_ptr<Program const> program, std::vector<Operand> pointers);
 
   // As Program::run(). Where the same addresses come again, all launches are one.
   void run(std::span<uintptr_t const> addresses, uintptr_t workspace, uintptr_t stream) const;
@@ -33,7 +32,6 @@ class Sequence {
   struct Entry {
     std::shared_ptr<Program const> program;
     std::vector<Operand> pointers;
-    int64_t workspace;
   };
 
   int device_;

@@ -21,7 +21,7 @@ from fusedconv.ops.common import (
     is_batched,
 )
 from fusedconv.ops.conv_transpose import OPERATOR
-from fusedconv.ops.repeating import repeated
+from fusedconv.ops.repeating import repeated, repeated_gradients
 from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import Seen
 from fusedconv.plan import ForwardPlan
@@ -145,7 +145,7 @@ class DirectBatchNorm(torch.autograd.Function):
             outputs = [*OPERATOR.outputs(plan, (*tensors[:3], *folded))]
         # First gradients are of what is folded and take the statistics, second ones take all.
         of_convolution = (*tensors[:3], scale, shift)
-        return OPERATOR.saved(ctx, plan, template, outputs, of_convolution, *tensors[3:])
+        return OPERATOR.keep(ctx, plan, template, outputs, of_convolution, *tensors[3:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -160,11 +160,8 @@ class DirectBatchNorm(torch.autograd.Function):
             )
             return (None, None, None, *composed)
         gradients = functools.partial(_gradients, ctx, grad, saved, needs)
-        if ctx.recording is None:
-            key = ("batch_norm gradients", needs, template.eps)
-            found = repeated(ctx.plan, key, (grad, *saved), gradients)
-        else:
-            found = gradients()
+        key = ("batch_norm gradients", needs, template.eps)
+        found = repeated_gradients(ctx, key, grad, saved, gradients)
         return (None, None, None, *found, None, None)
 
 
@@ -176,7 +173,7 @@ def _gradients(
     wanted = needs[3:5]
     # The weight's is a sum of both, the bias's is that of shift.
     of_shift = wanted[0] or wanted[1]
-    found, direct = OPERATOR.looked_up(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
+    found, direct = OPERATOR.gradients(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
     if of_shift:
         dtype = (norm_bias if norm_weight is None else norm_weight).dtype
         through = batch_norm.fold_gradients if direct else _gradients_in_torch

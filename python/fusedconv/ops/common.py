@@ -17,7 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
-from fusedconv.ops.repeating import repeated
+from fusedconv.ops.repeating import repeated_gradients
 from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import PLAIN
 from fusedconv.ops.watching import functorch_level, is_watched
@@ -298,7 +298,7 @@ class DirectOperator:
         assert input is not None
         return outputs if outputs.conv_output is None else _apart(input, outputs)
 
-    def saved(
+    def keep(
         self,
         ctx: Any,
         plan: ForwardPlan,
@@ -324,23 +324,9 @@ class DirectOperator:
 
     def gradients(
         self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
-    ) -> Sequence[Tensor | None]:
-        """First gradients of the call's tensors, as far as ``needs`` asks for them; ``saved`` are
-        all tensors that ``forward`` saved."""
-        if ctx.recording is not None:
-            return self.looked_up(ctx, grad, saved, needs)[0]
-        return repeated(
-            ctx.plan,
-            ("gradients", needs),
-            (grad, *saved),
-            lambda: self._gradients(ctx, grad, saved, needs)[0],
-        )
-
-    def looked_up(
-        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[list[Tensor | None], bool]:
         """First gradients of the call's tensors, as far as ``needs`` asks for them, and whether
-        nobody wanted to see them computed; ``saved`` are all tensors that ``forward`` saved."""
+        nobody wanted to see them computed; ``saved`` are all tensors that ``keep`` saved."""
         if ctx.recording is None:
             return self._gradients(ctx, grad, saved, needs)
         with record.attached(ctx.recording):
@@ -386,7 +372,7 @@ class DirectOperator:
         class Direct(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
-                return operator.saved(ctx, plan, template, operator.outputs(plan, tensors), tensors)
+                return operator.keep(ctx, plan, template, operator.outputs(plan, tensors), tensors)
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -402,7 +388,13 @@ class DirectOperator:
                         grad,
                     )
                 else:
-                    found = operator.gradients(ctx, grad, saved, needs)
+                    found = repeated_gradients(
+                        ctx,
+                        ("gradients", needs),
+                        grad,
+                        saved,
+                        lambda: operator.gradients(ctx, grad, saved, needs)[0],
+                    )
                 return (None, None, *found)
 
         direct: Callable[..., Tensor] = Direct.apply

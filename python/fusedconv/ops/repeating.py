@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -51,3 +52,13 @@ def repeated(
     launches = launches_of(notes, given, found)
     known[key] = before + 1 if launches is None else launches
     return found
+
+
+def repeated_gradients(
+    ctx: Any, key: tuple[object, ...], grad: Tensor, saved: Results, call: Callable[[], Results]
+) -> Results:
+    """The same of gradients by the plan that a node of autograd has kept, but where its forward
+    pass was recorded: then every call is looked up."""
+    if ctx.recording is not None:
+        return call()
+    return repeated(ctx.plan, key, (grad, *saved), call)

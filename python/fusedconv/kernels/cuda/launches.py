@@ -128,7 +128,7 @@ def launches_of(
         places.add(each, functools.partial(_C.Sequence.address, slot))
         for slot, each in enumerate((*given, *allocated))
     ]
-    # Programs' own come one after another, what stays between them lies behind.
+    # Programs' own begin where it does, one after another; what stays between them lies behind.
     workspace_bytes = _aligned(max(run.workspace_bytes for run in notes.runs))
     for each in notes.allocated:
         if not any(each is other for other in allocated):
@@ -148,7 +148,7 @@ def launches_of(
         pointers = [places.of(each) for each in run.tensors]
         if any(pointer is None for pointer in pointers):
             return None
-        sequence.add(run.program, pointers, 0)
+        sequence.add(run.program, pointers)
     return Launches(given, allocated, found, workspace_bytes, sequence)
 
 

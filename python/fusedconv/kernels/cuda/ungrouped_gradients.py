@@ -134,29 +134,23 @@ def supports_bias_sums(problem: BackwardProblem) -> Support:
 def add_bias_sums(program: _C.Program, problem: BackwardProblem, grad: Any, bias: Any) -> None:
     """Appends what sums ``grad``, of the convolution's output and in the forward output's layout,
     by channel to ``bias``."""
-    config = _config(_bare(problem))
+    _add_passes(program, _config(_bare(problem)), grad_output=grad, grad_conv_bias=bias)
+
+
+def _add_passes(program: _C.Program, config: Any, **operands: Any) -> None:
+    """Appends the pass over tensors and, where it has sums to add, the one that adds them. Operands
+    are absent unless given, under the names that the steps have for them."""
     absent = _C.Operand()
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: operands.get(name, absent) for name in names}
+
     partials = program.scratch(0, config.partial_bytes)
-    program.per_chunk(
-        _C.ungrouped.Gradient(
-            config,
-            input=absent,
-            grad_output=grad,
-            weight=absent,
-            bias=absent,
-            grad_input=absent,
-            partials=partials,
-        )
-    )
-    program.per_chunk(
-        _C.ungrouped.AddParts(
-            config,
-            partials=partials,
-            grad_weight=absent,
-            grad_bias=absent,
-            grad_conv_bias=bias,
-        )
-    )
+    read = given("input", "grad_output", "weight", "bias", "grad_input")
+    program.per_chunk(_C.ungrouped.Gradient(config, **read, partials=partials))
+    sums = given("grad_weight", "grad_bias", "grad_conv_bias")
+    if any(each.present for each in sums.values()):
+        program.per_chunk(_C.ungrouped.AddParts(config, partials=partials, **sums))
 
 
 def _copies(problem: BackwardProblem) -> tuple[str, ...]:
@@ -188,35 +182,24 @@ class UngroupedBackwardPlan(BackwardPlan):
         self.steps = (*_copies(problem), *self._program.steps)
 
     def _build(self) -> _C.Program:
-        config = _config(self.problem)
         program = _C.Program(self._device.index, self.problem.forward.batch, 0)
-        absent = _C.Operand()
-
-        def wanted(slot: int, name: str) -> Any:
-            return program.tensor(slot, 0) if name in self._wanted else absent
-
-        partials = program.scratch(0, config.partial_bytes)
-        program.per_chunk(
-            _C.ungrouped.Gradient(
-                config,
-                input=program.tensor(INPUT, 0),
-                grad_output=program.tensor(GRAD_OUTPUT, 0),
-                weight=program.tensor(NORM_WEIGHT, 0),
-                bias=program.tensor(NORM_BIAS, 0),
-                grad_input=program.tensor(GRAD_INPUT, 0) if wants_input(self.problem) else absent,
-                partials=partials,
-            )
-        )
-        if self._wanted & {"norm_weight", "norm_bias", "bias"}:
-            program.per_chunk(
-                _C.ungrouped.AddParts(
-                    config,
-                    partials=partials,
-                    grad_weight=wanted(GRAD_WEIGHT, "norm_weight"),
-                    grad_bias=wanted(GRAD_BIAS, "norm_bias"),
-                    grad_conv_bias=wanted(GRAD_CONV_BIAS, "bias"),
-                )
-            )
+        slots = {
+            "input": INPUT,
+            "grad_output": GRAD_OUTPUT,
+            "weight": NORM_WEIGHT,
+            "bias": NORM_BIAS,
+        }
+        if wants_input(self.problem):
+            slots["grad_input"] = GRAD_INPUT
+        for gradient, operand, slot in (
+            ("norm_weight", "grad_weight", GRAD_WEIGHT),
+            ("norm_bias", "grad_bias", GRAD_BIAS),
+            ("bias", "grad_conv_bias", GRAD_CONV_BIAS),
+        ):
+            if gradient in self._wanted:
+                slots[operand] = slot
+        operands = {name: program.tensor(slot, 0) for name, slot in slots.items()}
+        _add_passes(program, _config(self.problem), **operands)
         return program
 
     def run(self, tensors: BackwardTensors) -> Gradients:

@@ -44,10 +44,15 @@ class CostConstants:
     split: float
     #: Seconds of an element of the packed filter.
     pack: float
+    #: All of these but ``pack``, over their sum, by a row's columns and bytes of an element; others
+    #: take as long as their sum.
+    whole: Mapping[tuple[int, int], float]
 
 
 #: Fitted to the times of 22 layers of real models in both layouts, tf32 and bf16, on an H200: the
-#: cheapest row by these takes 1.2 % longer than the best. Strict fp32 was measured apart.
+#: cheapest row by these takes 1.2 % longer than the best. Strict fp32 was measured apart, and what
+#: ``whole`` adds beside the other families, with 97 forward passes of such layers on an H200 and an
+#: H100: the cheapest row of all families takes 1.8 % longer than the best.
 COSTS = CostConstants(
     products={"tf32": 1.24, "fp32": 5.5, "fp16": 1.36, "bf16": 1.36},
     staged={
@@ -62,6 +67,7 @@ COSTS = CostConstants(
     block=2320.0,
     split=6450.0,
     pack=1e-11,
+    whole={(256, 4): 1.3, (128, 4): 1.15, (256, 2): 1.2, (128, 2): 1.2, (64, 2): 1.2},
 )
 
 
@@ -105,6 +111,8 @@ class TapsSm90(TapsRow):
                 * problem.conv.groups
             )
             cycles += launches * math.ceil(blocks * splits / multiprocessors) * block
+        if self.precision != "fp32":
+            cycles *= costs.whole.get((self.row.columns, size), 1.0)
         moved = (problem.input_elements + problem.output_elements) * size
         milliseconds = max(cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
         packed = config.filter_bytes / size * costs.pack * 1e3

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fusedconv
 from fusedconv import _C, noting, selection
@@ -181,7 +183,7 @@ def test_a_call_is_noted_the_second_time_and_repeated_from_the_third_on():
         (result,) = repeating.repeated(plan, ("key",), (input,), lambda: call(input))  # noqa: B023
         assert result.shape == (8,)
     assert len(calls) == 2
-    (known,) = plan.repeated.values()
+    (known,) = {id(each.launches): each.launches for each in plan.repeated.values()}.values()
     assert [addresses[0] for addresses, _ in known._sequence.runs][-1] == input.data_ptr()
     # What lies otherwise, or is asked for otherwise, is called.
     for key, input in [(("key",), aligned(9)), (("other",), aligned(8))]:
@@ -205,6 +207,80 @@ def test_profilers_see_every_call():
         repeating.repeated(plan, (), (input,), lambda: call(input))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         repeating.repeated(plan, (), (input,), lambda: call(input))
+    assert len(calls) == 3
+
+
+def test_what_a_call_gets_beside_its_tensors_tells_it_apart(monkeypatch):
+    calls, plan = [], Plan()
+    call = noted_call(calls)
+    input = aligned(8)
+
+    def count(*tensors):
+        repeating.repeated(plan, (), tensors, lambda: call(input))
+        return len(calls)
+
+    assert [count(input, None) for _ in range(3)] == [1, 2, 2]
+    assert count(input, aligned(8)) == 3  # a tensor where there was none
+    assert count(input, None) == 3
+    monkeypatch.setenv("FUSEDCONV_KERNEL", "torch")
+    assert [count(input, None) for _ in range(3)] == [4, 5, 5]
+    monkeypatch.delenv("FUSEDCONV_KERNEL")
+    assert count(input, None) == 5
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def tangents():
+    with forward_ad.dual_level():
+        yield
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [Mode, tangents, lambda: torch.autocast("cpu"), torch.inference_mode],
+    ids=["mode", "tangents", "autocast", "inference"],
+)
+def test_who_watches_sees_every_call(watch):
+    calls, plan = [], Plan()
+    call = noted_call(calls)
+    input = aligned(8)
+    for _ in range(3):
+        repeating.repeated(plan, (), (input,), lambda: call(input))
+    assert len(calls) == 2
+    with watch():
+        repeating.repeated(plan, (), (input,), lambda: call(input))
+    assert len(calls) == 3
+    repeating.repeated(plan, (), (input,), lambda: call(input))
+    assert len(calls) == 3
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda run: torch.vmap(run)(torch.ones(2, 3)),
+        lambda run: torch.func.grad(run)(torch.ones(3)),
+        lambda run: torch.jit.trace(run, torch.ones(3), check_trace=False),
+    ],
+    ids=["vmap", "grad", "trace"],
+)
+def test_transforms_and_tracers_see_every_call(transformed):
+    calls, plan = [], Plan()
+    call = noted_call(calls)
+    input, result = aligned(8), aligned(8)
+    for _ in range(3):
+        repeating.repeated(plan, (), (input,), lambda: call(input))
+    assert len(calls) == 2
+
+    def run(x):
+        repeating.repeated(plan, (), (input,), lambda: calls.append(x) or [result])
+        return x.sum()
+
+    transformed(run)
     assert len(calls) == 3
 
 

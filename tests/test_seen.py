@@ -31,10 +31,10 @@ def unaligned(x):
     return torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
 
 
-@pytest.fixture
-def known(monkeypatch):
-    """A convolution's tensors and keywords, called once; ``recalls`` collects whether later calls
-    are known again."""
+@pytest.fixture(params=["by its key", "as the weight's latest"])
+def known(request, monkeypatch):
+    """A convolution's tensors and keywords, called once, or once more; ``recalls`` collects whether
+    the first call and later ones are known again."""
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 8, 3, 3), torch.randn(8)
     scale, shift = torch.randn(8), torch.randn(8)
     keywords = dict(stride=(1, 1), padding=1, activation="gelu", num_groups=2, eps=1e-5)
@@ -60,6 +60,9 @@ def known(monkeypatch):
 
     tensors = SimpleNamespace(x=x, weight=weight, bias=bias, scale=scale, shift=shift)
     first = call()
+    if request.param != "by its key":
+        call()
+        assert recalls.pop()
     return SimpleNamespace(call=call, first=first, recalls=recalls, tensors=tensors)
 
 

@@ -80,6 +80,8 @@ class Recent:
 _plans = Recent(CACHE_ENTRIES)
 _logged = Recent(CACHE_ENTRIES)
 _tuned: dict[tuple[Problem, Device], Winner] = {}
+#: What ``keep_latest`` was told last of each identity.
+_latest: dict[int, Any] = {}
 
 #: The plan of a call seen before, None otherwise.
 cached: Callable[[Hashable], Any] = _plans.get
@@ -88,10 +90,26 @@ cached: Callable[[Hashable], Any] = _plans.get
 keep: Callable[[Hashable, Any], None] = _plans.put
 
 
+#: What was kept last under an identity, which another object may have by now; None for nothing.
+latest: Callable[[int], Any] = _latest.get
+
+
+def keep_latest(identity: int, entry: Any) -> None:
+    """Keeps a plan, or what holds one, for ``latest``."""
+    if len(_latest) >= CACHE_ENTRIES:
+        _latest.clear()
+    _latest[identity] = entry
+
+
+def _forget_plans() -> None:
+    _plans.clear()
+    _latest.clear()
+
+
 def clear_cache() -> None:
     """Forgets every plan; the next call of each problem selects anew, and reads anew what other
     processes have tuned."""
-    _plans.clear()
+    _forget_plans()
     _logged.clear()
     winners.forget()
 
@@ -122,13 +140,13 @@ def tune(problem: Problem, device: Device, kernels: Sequence[str] | None) -> Non
         groups = groupby(zip(kernels, problem.parts, strict=True), key=lambda pair: pair[0])
         named = tuple((tuple(part for _, part in group), name) for name, group in groups)
         _tuned[problem, device] = Winner(named)
-    _plans.clear()
+    _forget_plans()
 
 
 def keep_winner(problem: Problem, device: Device, winner: Winner) -> None:
     """As ``tune``, with the parts that a kernel computes together and the times of all."""
     _tuned[problem, device] = winner
-    _plans.clear()
+    _forget_plans()
 
 
 # ---- choosing ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fusedconv.kernels import batch_norm
 from fusedconv.kernels.torch import FollowedPlan
 from fusedconv.norms import folded_batch_norm
 from fusedconv.ops.common import (
+    Kept,
     any_requires_grad,
     differentiates_gradients,
     goes_direct,
@@ -151,34 +152,34 @@ class DirectBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 10
-        saved, template = as_saved(ctx.saved_tensors, ctx.lies), ctx.template
-        needs = ctx.needs_input_grad[3:]
+        kept = ctx.kept
+        saved, needs = as_saved(ctx.saved_tensors, kept.lies), ctx.needs_input_grad[3:]
         if differentiates_gradients(grad):
             tensors = (*saved[:3], *saved[-4:])
             composed = gradients_by_composition(
-                lambda *tensors: _composed(template, tensors), tensors, needs, grad
+                lambda *tensors: _composed(kept.template, tensors), tensors, needs, grad
             )
             return (None, None, None, *composed)
-        gradients = functools.partial(_gradients, ctx, grad, saved, needs)
-        key = ("batch_norm gradients", needs, template.eps)
-        found = repeated_gradients(ctx, key, grad, saved, gradients)
+        gradients = functools.partial(_gradients, kept, grad, saved, needs)
+        key = ("batch_norm", needs, kept.template.eps)
+        found = repeated_gradients(kept.plan, key, kept.recording, (grad, *saved), gradients)
         return (None, None, None, *found, None, None)
 
 
 def _gradients(
-    ctx: Any, grad: Tensor, saved: Sequence[Any], needs: tuple[bool, ...]
+    kept: Kept, grad: Tensor, saved: Sequence[Any], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """First gradients of input, weight, bias, norm_weight and norm_bias."""
     norm_weight, norm_bias, mean, variance = saved[-4:]
     wanted = needs[3:5]
     # The weight's is a sum of both, the bias's is that of shift.
     of_shift = wanted[0] or wanted[1]
-    found, direct = OPERATOR.gradients(ctx, grad, saved, (*needs[:3], wanted[0], of_shift))
+    found, direct = OPERATOR.gradients(kept, grad, saved, (*needs[:3], wanted[0], of_shift))
     if of_shift:
         dtype = (norm_bias if norm_weight is None else norm_weight).dtype
         through = batch_norm.fold_gradients if direct else _gradients_in_torch
         scale, shift = found[3:]
-        found[3:] = through(mean, variance, scale, shift, ctx.template.eps, dtype, wanted)
+        found[3:] = through(mean, variance, scale, shift, kept.template.eps, dtype, wanted)
     return found
 
 

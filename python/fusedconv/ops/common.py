@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
 from fusedconv.ops.repeating import repeated_gradients
-from fusedconv.ops.saving import as_saved, lying
+from fusedconv.ops.saving import Lying, as_saved, lying
 from fusedconv.ops.seen import PLAIN
 from fusedconv.ops.watching import functorch_level, is_watched
 from fusedconv.plan import BackwardPlan, BackwardTensors, ForwardPlan, Outputs
@@ -256,6 +256,16 @@ def register_gradients(
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
+class Kept(NamedTuple):
+    """What a node of autograd keeps of its forward pass beside tensors: the plan, the call without
+    its tensors, how those lie that are saved, and what is recorded into."""
+
+    plan: ForwardPlan
+    template: Any
+    lies: Lying | None
+    recording: list[Call | Composition] | None
+
+
 class DirectOperator:
     """An operator as autograd follows it without the dispatcher, for calls that ``goes_direct``
     finds nobody else to see: the dispatcher takes longer than a small tensor.
@@ -294,9 +304,11 @@ class DirectOperator:
     def outputs(self, plan: ForwardPlan, tensors: Sequence[Tensor | None]) -> Outputs:
         """What a plan that saves computes, no two of them in the same memory."""
         outputs = run(plan, *self.given(*tensors))
+        if outputs.conv_output is None or plan.only_launches:
+            return outputs
         input = tensors[0]
         assert input is not None
-        return outputs if outputs.conv_output is None else _apart(input, outputs)
+        return _apart(input, outputs)
 
     def keep(
         self,
@@ -310,43 +322,41 @@ class DirectOperator:
         """The output; saves in ``ctx`` what ``gradients`` reads, and ``others`` behind."""
         output, conv_output, mean, rstd = outputs
         assert output is not None
-        output = owning(output)
+        if not plan.only_launches:
+            output = owning(output)
         if conv_output is None and template.reads_result:
             conv_output = output
         ctx.set_materialize_grads(False)
         saved = (*tensors, conv_output, mean, rstd, *others)
         ctx.save_for_backward(*saved)
-        ctx.lies = lying(saved)
-        ctx.plan = plan
-        ctx.template = template
-        ctx.recording = record.current()
+        ctx.kept = Kept(plan, template, lying(saved), record.current())
         return output
 
     def gradients(
-        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+        self, kept: Kept, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[list[Tensor | None], bool]:
         """First gradients of the call's tensors, as far as ``needs`` asks for them, and whether
         nobody wanted to see them computed; ``saved`` are all tensors that ``keep`` saved."""
-        if ctx.recording is None:
-            return self._gradients(ctx, grad, saved, needs)
-        with record.attached(ctx.recording):
-            return self._gradients(ctx, grad, saved, needs)
+        if kept.recording is None:
+            return self._gradients(kept, grad, saved, needs)
+        with record.attached(kept.recording):
+            return self._gradients(kept, grad, saved, needs)
 
     def _gradients(
-        self, ctx: Any, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+        self, kept: Kept, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[list[Tensor | None], bool]:
         count = self.count
         tensors = saved[:count]
         conv_output, mean, rstd = saved[count : count + 3]
         if is_batched(grad) or not goes_direct(grad, (grad, *tensors, *saved[count + 3 :])):
-            call = self.call(ctx.template, tensors)
+            call = self.call(kept.template, tensors)
             found = self.dispatched(grad, conv_output, mean, rstd, needs, call)
             return [each if need else None for each, need in zip(found, needs, strict=True)], False
         if conv_output is None:
-            conv_output = self.recomputed(self.call(ctx.template, tensors))
+            conv_output = self.recomputed(self.call(kept.template, tensors))
         plan = gradient_plan(
-            ctx.plan,
-            lambda: self.call(ctx.template, tensors),
+            kept.plan,
+            lambda: self.call(kept.template, tensors),
             grad,
             conv_output,
             self.gradient_names,
@@ -378,22 +388,23 @@ class DirectOperator:
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
                 if grad is None:
                     return nothing
-                saved, needs = as_saved(ctx.saved_tensors, ctx.lies), ctx.needs_input_grad[2:]
+                kept = ctx.kept
+                saved, needs = as_saved(ctx.saved_tensors, kept.lies), ctx.needs_input_grad[2:]
                 found: Sequence[Tensor | None]
                 if differentiates_gradients(grad):
                     found = gradients_by_composition(
-                        lambda *tensors: operator.in_torch(operator.call(ctx.template, tensors)),
+                        lambda *tensors: operator.in_torch(operator.call(kept.template, tensors)),
                         saved[:count],
                         needs,
                         grad,
                     )
                 else:
                     found = repeated_gradients(
-                        ctx,
-                        ("gradients", needs),
-                        grad,
-                        saved,
-                        lambda: operator.gradients(ctx, grad, saved, needs)[0],
+                        kept.plan,
+                        needs,
+                        kept.recording,
+                        (grad, *saved),
+                        lambda: operator.gradients(kept, grad, saved, needs)[0],
                     )
                 return (None, None, *found)
 

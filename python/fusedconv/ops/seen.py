@@ -20,7 +20,7 @@ from torch.autograd import forward_ad, profiler
 from fusedconv.plan import ForwardPlan
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.recording import record
-from fusedconv.selection import cached, forced_kernels, keep
+from fusedconv.selection import cached, forced_kernels, keep, keep_latest, latest
 
 _Guards: Any
 try:
@@ -45,6 +45,40 @@ class Seen(NamedTuple):
     arguments: tuple[object, ...]
     matches: Callable[..., bool]
     present: Callable[[Tensors], Tensors] | None  # None where all are
+    absent: tuple[int, ...]  # the places of the others
+    places: int  # of all tensors
+    switches: bool  # whether torch's switch of the precision says anything
+    state: tuple[object, ...]
+
+
+def _state(input: Any, switches: bool) -> tuple[object, ...]:
+    """What the guards do not see."""
+    return (
+        torch.is_grad_enabled(),
+        input.data_ptr() & 15 == 0,  # whether kernels may read 16 bytes of it at once
+        forced_kernels(),
+        conv_fp32_precision() if switches else None,
+    )
+
+
+def _matches(seen: Seen, tensors: Tensors) -> bool:
+    """Whether tensors lie as those of a call that had the same ones of them."""
+    return seen.matches(*(tensors if seen.present is None else seen.present(tensors)))
+
+
+def _is_latest(seen: Seen, tensors: Tensors, arguments: tuple[object, ...]) -> bool:
+    """Whether a call is one of which nothing is known but that it has a tensor in common, with the
+    very same arguments: an equal one may be of another type."""
+    if len(tensors) != seen.places or len(arguments) != len(seen.arguments):
+        return False
+    for place in seen.absent:
+        if tensors[place] is not None:
+            return False
+    return (
+        _matches(seen, tensors)
+        and all(map(operator.is_, arguments, seen.arguments))
+        and _state(tensors[0], seen.switches) == seen.state
+    )
 
 
 def _is_exact(value: object) -> bool:
@@ -68,37 +102,39 @@ def _key(tensors: Any, arguments: tuple[object, ...]) -> Hashable:
         arguments,
         input.shape,
         input.stride(),
-        input.data_ptr() & 15 == 0,  # whether kernels may read 16 bytes of it at once
         input.requires_grad,
         None if weight is None else (weight.shape, weight.requires_grad),
         input.dtype,
         input.get_device(),
         *map(type, tensors),  # and which there are
-        torch.is_grad_enabled(),
-        forced_kernels(),
-        conv_fp32_precision() if input.is_cuda else None,
+        *_state(input, input.is_cuda),
     )
 
 
 def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
     """The call of these tensors and arguments, where ``remember`` was told of it and nobody wants
     to see it; None for another one."""
+    input: Any = tensors[0]
     # The compiler takes the first question for a constant and looks no further.
-    if torch.compiler.is_compiling() or type(tensors[0]) not in PLAIN:
+    if torch.compiler.is_compiling() or type(input) not in PLAIN:
         return None
     if record.active or forward_ad._current_level >= 0 or profiler._is_profiler_enabled:
         return None
+    identity = id(tensors[1])
+    # A module's weight is most often in the call that it was in last, and that is known sooner.
+    seen: Seen | None = latest(identity)
+    if seen is not None and _is_latest(seen, tensors, arguments):
+        return seen
     try:
-        seen: Seen | None = cached(_key(tensors, arguments))
+        seen = cached(_key(tensors, arguments))
     except (AttributeError, RuntimeError, TypeError):
         return None  # a list, or something that the checks of arguments refuse
-    if seen is None:
-        return None
-    if not seen.matches(*(tensors if seen.present is None else seen.present(tensors))):
+    if seen is None or not _matches(seen, tensors):
         return None
     known = seen.arguments
     if not all(map(operator.is_, arguments, known)) and not all(map(_same, arguments, known)):
         return None
+    keep_latest(identity, seen)
     return seen
 
 
@@ -117,6 +153,8 @@ def remember(
         return
     if not all(map(_is_exact, arguments)):
         return
+    input: Any = tensors[0]
+    switches = input.is_cuda and input.dtype is torch.float32
     seen = Seen(
         plan,
         save,
@@ -124,5 +162,9 @@ def remember(
         arguments,
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         None if len(given) == len(tensors) else lambda all: tuple([all[p] for p in places]),
+        tuple(place for place, each in enumerate(tensors) if each is None),
+        len(tensors),
+        switches,
+        _state(input, switches),
     )
     keep(_key(tensors, arguments), seen)

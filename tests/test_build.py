@@ -39,7 +39,7 @@ def test_build_says_what_was_built():
     assert fusedconv.__version__ == build["version"]
     cuda = {"cuda_runtime", "architectures", "cutlass"}
     assert cuda & build.keys() == (cuda if build["cuda"] else set())
-    for family in ("sm80", "taps", "direct"):
+    for family in ("sm80", "taps", "direct", "few"):
         assert (family in build["families"]) == build["cuda"]
 
 
@@ -68,7 +68,9 @@ def test_what_needs_cuda_is_there_exactly_with_it():
 
 def test_families_are_there_exactly_where_their_architecture_was_compiled():
     families = fusedconv.build["families"]
-    assert families == [name for name in ("sm80", "taps", "direct", "sm90") if hasattr(_C, name)]
+    assert families == [
+        name for name in ("sm80", "taps", "direct", "few", "sm90") if hasattr(_C, name)
+    ]
     assert ("sm90" in families) == ("90a" in fusedconv.build.get("architectures", "").split())
 
 

@@ -42,6 +42,7 @@ KERNELS = [
     (r"depthwise gradient of .* \(nhwc\)", ["gradients_of_pixels|input_gradient"]),
     (r"add the depthwise weight gradient's parts", ["add_parts_of_weight"]),
     (r"few-channel gradient of ", [r"few::gradients"]),
+    (r"few_", [r"few::convolve"]),
     (r"add the few-channel weight gradient's parts", ["add_parts_of_few"]),
     (r"merge moments \+ ", ["normalize_merging_kernel"]),
     (r"merge moments", ["merge_moments_kernel|groupnorm::.*merge_kernel"]),

@@ -36,14 +36,19 @@ void bind_convolve(py::module_& m) {
 }
 
 template <class Config>
-void bind_convolve_steps(py::module_& m) {
+void bind_merge_moments(py::module_& m) {
   using Merge = conv::MergeMoments<Config>;
-  bind_convolve<Config>(m);
   py::class_<Merge, Step, std::shared_ptr<Merge>>(
       m, "MergeMoments", "Partial moments to statistics by sample and group.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("problem"), py::arg("partials"),
            py::arg("statistics"), py::arg("mean"), py::arg("rstd"));
+}
+
+template <class Config>
+void bind_convolve_steps(py::module_& m) {
+  bind_convolve<Config>(m);
+  bind_merge_moments<Config>(m);
 }
 
 template <class Config>

@@ -92,6 +92,9 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FUSEDCONV_WITH_DIRECT
   bind_direct(m);
 #endif
+#ifdef FUSEDCONV_WITH_FEW
+  bind_few(m);
+#endif
 #ifdef FUSEDCONV_WITH_SM90
   bind_sm90(m);
 #endif

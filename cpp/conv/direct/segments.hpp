@@ -40,6 +40,8 @@ struct Segment {
   T* target;
   int lead, length;
 
+  __device__ __forceinline__ Segment(T const* source, T* target, int lead, int length)
+      : source(source), target(target), lead(lead), length(length) {}
   __device__ __forceinline__ Segment(Params const& p, Team<T> const& team,
                                      Segments<T> const& segments, int k, int index) {
     int z = index, y = 0;

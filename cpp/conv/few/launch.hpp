@@ -1,0 +1,40 @@
+// From a way of forming products to its row.
+#pragma once
+
+#include "conv/failure.hpp"
+#include "conv/few/kernel.hpp"
+#include "conv/few/rows.hpp"
+#include "cuda/launch.hpp"
+#include "cuda/tile.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::few {
+
+template <Math kMath, bool kDeep, bool kMoments>
+void launch_kernel(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kernel = &convolve_few<kMath, kDeep, kMoments>;
+  Schedule const& s = a.config.schedule;
+  int64_t const blocks = a.batch * s.sample_tiles() * s.channel_blocks;
+  FUSEDCONV_CHECK(blocks <= 0x7fffffff, a.config.row->name, ": blocks: got ", blocks);
+  conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<kernel>(s.shared_bytes));
+  device::launch(kernel, unsigned(blocks), kThreads, s.shared_bytes, stream, Params::of(a));
+  conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
+}
+
+template <Math kMath>
+void launch(Arguments const& a, cudaStream_t stream) {
+  device::dispatch_bool(a.config.problem.axes[0].kernel > 1, [&](auto deep) {
+    device::dispatch_bool(a.partials != nullptr, [&](auto moments) {
+      launch_kernel<kMath, deep.value, moments.value>(a, stream);
+    });
+  });
+}
+
+template <Math kMath>
+Row row_of() {
+  return {
+      .name = detail::join("few_", traits_of(kMath).name), .math = kMath, .launch = &launch<kMath>};
+}
+
+}  // namespace fusedconv::conv::few

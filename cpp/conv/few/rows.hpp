@@ -1,0 +1,75 @@
+// The compiled kernels for transposed convolutions of few input channels, and how one serves a
+// problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "conv/few/schedule.hpp"
+#include "fusedconv/activation.hpp"
+#include "fusedconv/device.hpp"
+#include "fusedconv/groupnorm.hpp"
+#include "groupnorm/statistics.hpp"
+
+namespace fusedconv::conv::few {
+
+using groupnorm::CountedPartial;
+
+struct Config;
+
+// A pass. Where it takes moments, of activated values, what it may store is before the activation;
+// else it stores activated values, normalised by statistics where there are.
+struct Arguments {
+  Config const& config;
+  int batch = 0;
+  Activation activation = Activation::kIdentity;
+  void const* input = nullptr;
+  void const* weight = nullptr;        // as it lies
+  void const* bias = nullptr;          // [K] of the tensors' type, or null
+  void* output = nullptr;              // null for moments alone
+  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+  GroupNormProblem const* norm = nullptr;
+  groupnorm::Statistics const* statistics = nullptr;
+  void const* norm_weight = nullptr;
+  void const* norm_bias = nullptr;
+};
+
+struct Row {
+  std::string name;
+  Math math;
+  void (*launch)(Arguments const&, cudaStream_t);
+};
+
+// Every row, in a fixed order.
+std::vector<Row> const& rows();
+
+// Defined by the instance files.
+Row row_tf32();
+Row row_f16();
+Row row_bf16();
+
+// How a row serves a problem of any batch size on a device.
+struct Config {
+  Row const* row;  // of rows()
+  Problem problem;
+  FilterSource source;
+  Schedule schedule;
+
+  Config(Row const& row, Problem const& problem, FilterSource const& source, Device const& device);
+
+  std::string reads() const { return "nchw"; }
+  MathTraits const& traits() const { return traits_of(row->math); }
+  // Partial moments of a channel in a sample.
+  int64_t partial_slots() const { return schedule.sample_tiles(); }
+  int64_t partial_bytes_per_sample() const;
+};
+
+// Partial moments to statistics [N, groups], merged in a fixed order.
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream);
+
+}  // namespace fusedconv::conv::few

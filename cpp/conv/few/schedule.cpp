@@ -1,0 +1,123 @@
+#include "conv/few/schedule.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "fusedconv/check.hpp"
+#include "fusedconv/types.hpp"
+
+namespace fusedconv::conv::few {
+namespace {
+
+constexpr int kBlockBytes = 1 << 10;  // that the system takes of each block's shared memory
+constexpr int kMostPlanes = 16;       // of a block, where there are blocks enough
+constexpr int kMostLines = 16;
+constexpr double kPlaneCost = 0.5;  // of a plane's inputs and barriers, in units of a warp
+constexpr int64_t kMostPixels = int64_t(1) << 30;  // of a channel
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+bool is_known(AxisProblem const& axis) {
+  return axis.kernel == kTaps && axis.stride == kStride && axis.dilation == 1 &&
+         axis.padding % kStride == 1;
+}
+bool is_absent(AxisProblem const& axis) {
+  return axis.kernel == 1 && axis.stride == 1 && axis.padding == 0 && axis.input == 1 &&
+         axis.output == 1;
+}
+
+// The least number from `least` on that differs from `like` by whole vectors, and by which four
+// pairs of channels lie in different banks, or nearly so.
+int64_t staged_channel(int64_t least, int64_t like, int vector) {
+  int64_t best = 0;
+  int best_off = 32;
+  for (int i = 0; i < 32 / vector; ++i) {
+    int64_t const candidate = least + ((like - least) % vector + vector) % vector + i * vector;
+    int const off = std::abs(int(candidate % 32) - 8);
+    if (off < best_off) {
+      best = candidate;
+      best_off = off;
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+Schedule schedule_of(Problem const& p, Math math, Device const& device) {
+  if (p.layout != Layout::kChannelsFirst) return refused("the layout is channels last");
+  if (p.groups != 1) return refused("the convolution has groups");
+  if (p.channels > kMostInputs) {
+    return refused(detail::join(p.channels, " input channels; up to ", kMostInputs, " are served"));
+  }
+  if (!(is_known(p.axes[0]) || is_absent(p.axes[0])) || !is_known(p.axes[1]) ||
+      !is_known(p.axes[2])) {
+    return refused("served are filters of 3 taps with stride 2, dilation 1 and odd padding");
+  }
+  int64_t pixels = 1, inputs = 1;
+  for (AxisProblem const& axis : p.axes) {
+    pixels *= axis.output;
+    inputs *= axis.input;
+  }
+  if (std::max(pixels, inputs) > kMostPixels) {
+    return refused(detail::join("a channel has ", std::max(pixels, inputs), " pixels, up to ",
+                                kMostPixels, " are served"));
+  }
+  Schedule s;
+  for (int i = 0; i < kMaxAxes; ++i) {
+    AxisProblem const& axis = p.axes[i];
+    s.shift[i] = axis.padding / axis.stride;
+    s.quotients[i] = int(ceil_div(axis.output, axis.stride));
+  }
+  int const size = traits_of(math).element_bytes();
+  int const vector = 16 / size;
+  int const width = p.axes[2].output;
+  s.channel_blocks = int(ceil_div(p.output_channels, kBlockChannels));
+  s.width_tiles = int(ceil_div(s.quotients[2], kQuotients));
+  s.box_columns = s.width_tiles * kQuotients + 1;
+  s.operand_bytes = kOperands * kWarp * 8;
+  auto const take = [&](int lines) {
+    s.lines = lines;
+    s.box_lines = lines + 1;
+    s.box_bytes = int(round_up(int64_t(2) * s.box_lines * s.box_columns * kMostInputs * size, 16));
+    int64_t const channel = staged_channel(int64_t(kStride) * lines * width, pixels, vector);
+    int64_t const staged = round_up(kBlockChannels * channel, vector) + vector;
+    int64_t const bytes = kMomentsBytes + s.operand_bytes + s.box_bytes + staged * size;
+    if (bytes > device.shared_bytes) return false;
+    s.staged_channel = int(channel);
+    s.shared_bytes = int(bytes);
+    return true;
+  };
+  int64_t const good = device.shared_bytes / kBlocks - kBlockBytes;
+  // So many that all warps have as much to do, tiles are of equal size and few inputs are staged
+  // more than once.
+  int best = 0;
+  double least = 0.0;
+  for (int64_t const most : {good, int64_t(device.shared_bytes)}) {
+    for (int lines = 1; lines <= std::min(kMostLines, s.quotients[1]); ++lines) {
+      if (!take(lines) || s.shared_bytes > most) break;
+      int64_t const tiles = ceil_div(s.quotients[1], lines);
+      double const rounds = double(ceil_div(int64_t(lines) * s.width_tiles, kWarps));
+      double const cost = double(tiles) * (rounds + kPlaneCost);
+      if (best > 0 && cost >= least) continue;
+      best = lines;
+      least = cost;
+    }
+    if (best > 0) break;
+  }
+  if (best == 0) return refused("a line of outputs exceeds a multiprocessor's shared memory");
+  take(best);
+  s.tiles[1] = int(ceil_div(s.quotients[1], best));
+  int const planes = p.axes[0].output;
+  s.tiles[0] = int(ceil_div(planes, kMostPlanes));
+  s.planes = int(round_up(ceil_div(planes, s.tiles[0]), kStride));
+  s.tiles[0] = int(ceil_div(planes, s.planes));
+  return s;
+}
+
+}  // namespace fusedconv::conv::few

@@ -304,6 +304,45 @@ def test_an_epilogue_stores_what_is_saved_beside_the_result(kernel, norm, layout
         assert relative_error(found.output, exact) <= limit
 
 
+def weights_of(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The same values as they may lie: dense in either layout, at an address that no 16 bytes
+    divide, and with gaps."""
+    last = weight.contiguous(memory_format=torch.channels_last)
+    shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=weight.device)[1:]
+    gaps = torch.empty(*weight.shape[:3], 2 * weight.shape[3], dtype=weight.dtype, device="cuda")
+    return [
+        weight,
+        last,
+        shifted.view_as(weight).copy_(weight),
+        gaps[..., ::2].copy_(weight),
+    ]
+
+
+@pytest.mark.parametrize("kernel_size", [2, 3, 4])
+@pytest.mark.parametrize(("channels", "out"), [(64, 64), (72, 40), (20, 17), (100, 12), (8, 136)])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_a_weight_is_packed_however_it_lies(precision, channels, out, kernel_size, force):
+    force("boxes_sm90,boxes_gradients_sm90")
+    dtype = DTYPES[precision]
+    x = torch.randn(3, channels, 6, 8, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(channels, out, kernel_size, kernel_size, device="cuda").to(dtype)
+    explicit = "tf32" if dtype is torch.float32 else None
+    found = []
+    for each in weights_of(weight):
+        poison()
+        leaf = x.detach().requires_grad_()
+        y = conv_transpose_act_norm(leaf, each, None, 2, kernel_size // 3, precision=explicit)
+        found.append([y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))])
+    exact = F.conv_transpose2d(x.double(), weight.double(), None, 2, kernel_size // 3)
+    assert (
+        relative_error(found[0][0], exact) <= {"tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}[precision]
+    )
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_many_samples(layout, force):
     """Boxes of several samples, the last of which holds fewer."""

@@ -21,7 +21,7 @@ from fusedconv.device import KNOWN
 ANY = "..."
 #: What each step starts: a pattern of the step, and one for each kernel of the GPU, in order.
 KERNELS = [
-    (r"pack filter", ["pack_filter_kernel"]),
+    (r"pack filter", ["pack_filter"]),
     (r"pack the input \(rounded to TF32\)", ["pack_input_kernel"]),
     (r"torch copy of ", ["elementwise_kernel"]),
     (r"(input|(transpose|pad) the .*) \w+ -> nhwc", ["channels_first_to_last|pad_channels"]),

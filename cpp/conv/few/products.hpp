@@ -81,8 +81,8 @@ template <>
 struct Products<Math::kF16> : HalfProducts<__half> {
   __device__ __forceinline__ static void add(float (&d)[4], uint32_t const (&a)[2],
                                              uint32_t const (&b)[1], float const (&c)[4]) {
-    cute::SM80_16x8x8_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], b[0], d[0], d[1],
-                                           d[2], d[3]);
+    cute::SM80_16x8x8_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], b[0], c[0], c[1],
+                                           c[2], c[3]);
   }
 };
 

@@ -28,16 +28,47 @@ struct PackParams {
   int segment, channel_blocks, chunks;
   int first_row[kMostPhases], rows[kMostPhases];  // by set
   TapPlace places[kMostFilterTaps];
+
+  // Elements from a filter's first tap to another.
+  __device__ __forceinline__ int64_t offset_of(int tap) const {
+    return tap % source.s * source.stride_s + tap / source.s % source.r * source.stride_r +
+           tap / (source.s * source.r) * source.stride_t;
+  }
 };
 
-// One thread for 16 bytes of a column's channels at a tap. Neighbouring threads have the taps and
-// columns of the same channels, which are neighbours in a dense weight.
+constexpr int kPieces = kChunkBytes / kPieceBytes;
+template <class T>
+inline constexpr int kVector = kPieceBytes / int(sizeof(T));
+
+// A piece: 16 bytes of an output channel's channels at a tap.
+template <class T>
+__device__ __forceinline__ void store_piece(PackParams const& p, int tap, int k, int chunk,
+                                            int piece, device::Pack<T, kVector<T>> const& pack,
+                                            unsigned char* filter) {
+  TapPlace const place = p.places[tap];
+  if (place.set == TapPlace::kNone) return;
+  int const rows = p.rows[place.set];
+  int64_t const first =
+      (int64_t(p.first_row[place.set]) * p.channel_blocks + int64_t(k / p.segment) * rows) *
+      p.chunks;
+  int64_t const row = first + int64_t(chunk) * rows + place.row + k % p.segment;
+  // Swizzled by the row's number in its block, which begins at a whole eight.
+  pack.store(
+      reinterpret_cast<T*>(filter + row * kChunkBytes + (piece ^ int(row % 8)) * kPieceBytes));
+}
+
+template <class T, bool kRounds>
+__device__ __forceinline__ T packed(T value) {
+  if constexpr (kRounds) value = device::round_to_tf32(value);
+  return value;
+}
+
+// One thread for a piece. Neighbouring threads have the taps and columns of the same channels,
+// which are neighbours in a dense weight.
 template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ PackParams const p, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
-  constexpr int kVector = kPieceBytes / int(sizeof(T));
-  constexpr int kPieces = kChunkBytes / kPieceBytes;
   for (uint32_t i = blockIdx.x * kPackThreads + threadIdx.x; i < count;
        i += gridDim.x * kPackThreads) {
     uint32_t rest = i;
@@ -48,31 +79,107 @@ __global__ void __launch_bounds__(kPackThreads)
     };
     int const tap = take(p.taps), k = take(p.padded_channels), piece = take(kPieces);
     int const chunk = int(rest);
-    TapPlace const place = p.places[tap];
-    if (place.set == TapPlace::kNone) continue;
-    int64_t const at = k * p.source.stride_k + tap % p.source.s * p.source.stride_s +
-                       tap / p.source.s % p.source.r * p.source.stride_r +
-                       tap / (p.source.s * p.source.r) * p.source.stride_t;
-    device::Pack<T, kVector> pack;
+    int64_t const at = k * p.source.stride_k + p.offset_of(tap);
+    device::Pack<T, kVector<T>> pack;
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      int const channel = (chunk * kPieces + piece) * kVector + c;
+    for (int c = 0; c < kVector<T>; ++c) {
+      int const channel = (chunk * kPieces + piece) * kVector<T> + c;
       T value = T(0.0f);
       if (k < p.output_channels && channel < p.channels) {
         value = weight[at + channel * p.source.stride_c];
       }
-      if constexpr (kRounds) value = device::round_to_tf32(value);
-      pack.values[c] = value;
+      pack.values[c] = packed<T, kRounds>(value);
     }
-    int const rows = p.rows[place.set];
-    int64_t const first =
-        (int64_t(p.first_row[place.set]) * p.channel_blocks + int64_t(k / p.segment) * rows) *
-        p.chunks;
-    int64_t const row = first + int64_t(chunk) * rows + place.row + k % p.segment;
-    // Swizzled by the row's number in its block, which begins at a whole eight.
-    pack.store(
-        reinterpret_cast<T*>(filter + row * kChunkBytes + (piece ^ int(row % 8)) * kPieceBytes));
+    store_piece(p, tap, k, chunk, piece, pack, filter);
   }
+}
+
+// The same of a weight whose channels are neighbours, whole vectors of them: one thread for a
+// piece, and eight for those of a row.
+template <class T, bool kRounds>
+__global__ void __launch_bounds__(kPackThreads)
+    pack_filter_rows_kernel(__grid_constant__ PackParams const p, uint32_t count,
+                            T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
+  if (i >= count) return;
+  int const piece = int(i % kPieces), k = int(i / kPieces % p.padded_channels);
+  uint32_t const rest = i / (kPieces * p.padded_channels);
+  int const tap = int(rest % p.taps), chunk = int(rest / p.taps);
+  int const channel = (chunk * kPieces + piece) * kVector<T>;
+  device::Pack<T, kVector<T>> pack;
+  if (k < p.output_channels && channel < p.channels) {
+    pack = device::Pack<T, kVector<T>>::load(weight + k * p.source.stride_k + p.offset_of(tap) +
+                                             channel);
+  }
+#pragma unroll
+  for (T& value : pack.values) value = packed<T, kRounds>(value);
+  store_piece(p, tap, k, chunk, piece, pack, filter);
+}
+
+// The same of a dense weight whose channels lie farthest apart: output channels, with all taps of
+// each, or with kTapsFirst taps with all output channels, follow each other. A thread transposes a
+// run of them, whole vectors of as many channels, and eight threads have the pieces of its rows.
+template <class T, bool kRounds, bool kTapsFirst>
+__global__ void __launch_bounds__(kPackThreads)
+    pack_filter_runs_kernel(__grid_constant__ PackParams const p, uint32_t count,
+                            T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  constexpr int kRun = kVector<T>;
+  uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
+  if (i >= count) return;
+  int const piece = int(i % kPieces), runs = p.padded_channels * p.taps / kRun;
+  int const run = int(i / kPieces % runs), chunk = int(i / (kPieces * runs));
+  int const first = run * kRun;
+  int tap = 0, k = 0;
+  int64_t at = first;
+  bool present = first < p.output_channels * p.taps;
+  if constexpr (kTapsFirst) {
+    tap = first / p.padded_channels;
+    k = first % p.padded_channels;
+    at = tap * int64_t(p.output_channels) + k;
+    present = k < p.output_channels;
+  }
+  device::Pack<T, kRun> loaded[kRun];
+#pragma unroll
+  for (int c = 0; c < kRun; ++c) {
+    int const channel = (chunk * kPieces + piece) * kRun + c;
+    if (present && channel < p.channels) {
+      loaded[c] = device::Pack<T, kRun>::load(weight + channel * p.source.stride_c + at);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kRun; ++j) {
+    device::Pack<T, kRun> pack;
+#pragma unroll
+    for (int c = 0; c < kRun; ++c) pack.values[c] = packed<T, kRounds>(loaded[c].values[j]);
+    if constexpr (kTapsFirst) {
+      store_piece(p, tap, k + j, chunk, piece, pack, filter);
+    } else {
+      store_piece(p, (first + j) % p.taps, (first + j) / p.taps, chunk, piece, pack, filter);
+    }
+  }
+}
+
+// How a weight's elements follow each other, as far as it matters.
+enum class Order { kAny, kRows, kRuns, kTapsFirst };
+
+Order order_of(PackParams const& p, void const* weight, int vector) {
+  FilterSource const& f = p.source;
+  int64_t const taps = f.t * f.r * f.s;
+  auto const whole = [vector](int64_t stride) { return stride % vector == 0; };
+  if (!device::is_aligned(weight, kPieceBytes)) return Order::kAny;
+  if (f.stride_c == 1 && whole(f.c)) {
+    bool const aligned = whole(f.stride_k) && (f.t == 1 || whole(f.stride_t)) &&
+                         (f.r == 1 || whole(f.stride_r)) && (f.s == 1 || whole(f.stride_s));
+    return aligned ? Order::kRows : Order::kAny;
+  }
+  if (f.stride_c != f.k * taps || !whole(f.stride_c)) return Order::kAny;
+  auto const dense = [&](int64_t stride_s) {
+    return (f.s == 1 || f.stride_s == stride_s) && (f.r == 1 || f.stride_r == stride_s * f.s) &&
+           (f.t == 1 || f.stride_t == stride_s * f.s * f.r);
+  };
+  if (f.stride_k == taps && dense(1) && whole(p.padded_channels * taps)) return Order::kRuns;
+  bool const runs = f.stride_k == 1 && dense(f.k) && whole(f.k) && whole(p.padded_channels);
+  return runs ? Order::kTapsFirst : Order::kAny;
 }
 
 void place_taps(Config const& config, PackParams& p) {
@@ -128,12 +235,22 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   p.channel_blocks = s.channel_blocks;
   p.chunks = s.chunks;
   place_taps(config, p);
-  int const blocks = int(std::min<int64_t>(ceil_div(s.filter_pieces, kPackThreads), kMaxBlocks));
+  int const vector = kPieceBytes / size_of(config.traits().dtype);
+  Order const order = order_of(p, weight, vector);
+  // Of rows or of any order a thread has a piece.
+  bool const runs = order == Order::kRuns || order == Order::kTapsFirst;
+  int64_t const count = runs ? s.filter_pieces / vector : s.filter_pieces;
+  int64_t const wanted = ceil_div(count, kPackThreads);
+  int const blocks = int(order == Order::kAny ? std::min<int64_t>(wanted, kMaxBlocks) : wanted);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
-    device::launch(pack_filter_kernel<T, sizeof(T) == 4>, blocks, kPackThreads, 0, stream, p,
-                   uint32_t(s.filter_pieces), static_cast<T const*>(weight),
-                   static_cast<unsigned char*>(filter));
+    constexpr bool kRounds = sizeof(T) == 4;
+    auto const kernel = order == Order::kRows        ? pack_filter_rows_kernel<T, kRounds>
+                        : order == Order::kRuns      ? pack_filter_runs_kernel<T, kRounds, false>
+                        : order == Order::kTapsFirst ? pack_filter_runs_kernel<T, kRounds, true>
+                                                     : pack_filter_kernel<T, kRounds>;
+    device::launch(kernel, blocks, kPackThreads, 0, stream, p, uint32_t(count),
+                   static_cast<T const*>(weight), static_cast<unsigned char*>(filter));
   });
   FUSEDCONV_CUDA(detail::join(config.row->name, ": pack filter"), cudaGetLastError());
 }

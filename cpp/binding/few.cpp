@@ -45,18 +45,18 @@ void bind_few(py::module_& m) {
       room, "Convolve",
       "Convolution, bias, activation and normalisation by statistics, or partial moments of "
       "activated values in its place.")
-      .def(py::init([](Config const& config, Activation activation,
+      .def(py::init([](Config const& config, Activation activation, bool rounds,
                        std::optional<GroupNormProblem> norm, Operand input, Operand weight,
                        Operand bias, Operand output, Operand partials, Operand statistics,
                        Operand norm_weight, Operand norm_bias) {
              return std::make_shared<Convolve>(
-                 config, activation, norm,
+                 config, activation, rounds, norm,
                  Convolve::Operands{input, weight, bias, output, partials, statistics, norm_weight,
                                     norm_bias});
            }),
-           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("norm") = py::none(),
-           py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("output"),
-           py::arg("partials") = Operand(), py::arg("statistics") = Operand(),
+           py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("rounds"),
+           py::arg("norm") = py::none(), py::arg("input"), py::arg("weight"), py::arg("bias"),
+           py::arg("output"), py::arg("partials") = Operand(), py::arg("statistics") = Operand(),
            py::arg("norm_weight") = Operand(), py::arg("norm_bias") = Operand());
   bind_merge_moments<Config>(room);
 }

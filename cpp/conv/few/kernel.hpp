@@ -270,6 +270,13 @@ class Block {
     int const width = p_.output_extent[2];
     int const x = (part * kQuotients + lane_ / 4) * kStride;
     T* const line = staged + (y - tile_.first_line) * width + x;
+    if (sizeof(T) == 2 && p_.rounds) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        float& v = (&sums[0][0][0])[i];
+        v = device::as_stored<T>(v);
+      }
+    }
     if (kMoments && p_.output != nullptr) stage_line(sums, line, x);
     activate(p_.activation, sums);
     if constexpr (kMoments) {

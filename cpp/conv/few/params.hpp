@@ -17,6 +17,7 @@ struct Params {
   CountedPartial* partials;
   groupnorm::Affine affine;  // behind the activation, where it has statistics
   Activation activation;
+  bool rounds;
   int channels, output_channels;
   int64_t stride_c, stride_k, stride_t, stride_r, stride_s;  // of the weight
   int input_extent[kMaxAxes], output_extent[kMaxAxes], shift[kMaxAxes];
@@ -39,6 +40,7 @@ struct Params {
       p.affine = groupnorm::affine_of(*a.norm, a.norm_weight, a.norm_bias, a.statistics);
     }
     p.activation = a.activation;
+    p.rounds = a.rounds;
     p.channels = c.channels;
     p.output_channels = c.output_channels;
     p.stride_c = config.source.stride_c;

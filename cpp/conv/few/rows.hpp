@@ -26,6 +26,7 @@ struct Arguments {
   Config const& config;
   int batch = 0;
   Activation activation = Activation::kIdentity;
+  bool rounds = false;  // sums of 16 bits as they are stored, as those are that are saved
   void const* input = nullptr;
   void const* weight = nullptr;        // as it lies
   void const* bias = nullptr;          // [K] of the tensors' type, or null

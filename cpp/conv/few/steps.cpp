@@ -4,9 +4,13 @@
 
 namespace fusedconv::conv::few {
 
-Convolve::Convolve(Config const& config, Activation activation,
+Convolve::Convolve(Config const& config, Activation activation, bool rounds,
                    std::optional<GroupNormProblem> norm, Operands const& operands)
-    : config_(served(config)), activation_(activation), norm_(norm), operands_(operands) {
+    : config_(served(config)),
+      activation_(activation),
+      rounds_(rounds),
+      norm_(norm),
+      operands_(operands) {
   bool const takes_moments = operands.partials.present();
   FUSEDCONV_CHECK(operands.output.present() || takes_moments, config.row->name,
                   ": output: got none, expected one where no moments are taken");
@@ -48,6 +52,7 @@ void Convolve::run(RunContext const& context, void*) const {
   config_.row->launch({.config = config_,
                        .batch = int(context.samples),
                        .activation = activation_,
+                       .rounds = rounds_,
                        .input = context.at(o.input),
                        .weight = context.at(o.weight),
                        .bias = context.at(o.bias),

@@ -19,15 +19,16 @@ namespace few {
 
 // Convolution, bias, activation and, with a `norm` of statistics that lie somewhere, normalisation;
 // with partials the moments of activated values in its place: what an output then has is before the
-// activation. `norm` has the activation behind it, none in front.
+// activation. `norm` has the activation behind it, none in front. With `rounds` all of it is of
+// sums as they are stored.
 class Convolve final : public Step {
  public:
   struct Operands {
     Operand input, weight, bias, output, partials, statistics, norm_weight, norm_bias;
   };
 
-  Convolve(Config const& config, Activation activation, std::optional<GroupNormProblem> norm,
-           Operands const& operands);
+  Convolve(Config const& config, Activation activation, bool rounds,
+           std::optional<GroupNormProblem> norm, Operands const& operands);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -36,6 +37,7 @@ class Convolve final : public Step {
  private:
   Config config_;
   Activation activation_;
+  bool rounds_;
   std::optional<GroupNormProblem> norm_;
   Operands operands_;
 };

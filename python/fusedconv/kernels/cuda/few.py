@@ -161,6 +161,8 @@ class Few(ConvolutionRow):
                 _C.few.Convolve(
                     config,
                     activation=COMPILED[activation],
+                    # What is saved and what is normalised are the same values.
+                    rounds=problem.saves_conv_output,
                     input=program.input,
                     weight=program.weight,
                     bias=program.bias,

@@ -146,3 +146,14 @@ def test_it_is_chosen_for_what_it_is_made_for(kernel):
     assert any(isinstance(stage, Activation) for stage in made.epilogue)
     ((_, chosen),) = choose(made, H200).chosen
     assert chosen.kernel is kernel
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_an_estimate_grows_with_what_is_computed(kernel):
+    def cost(batch: int, *spatial: int) -> float:
+        return kernel.cost(few(kernel, batch=batch, spatial=spatial), H200)
+
+    launch = cost(1, 2, 2)
+    plane, volume = (cost(64, *spatial) - launch for spatial in ((64, 64), (2, 64, 64)))
+    # Of two planes of the input there are three of the output.
+    assert 2.5 < volume / plane < 3.5

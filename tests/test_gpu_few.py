@@ -3,12 +3,19 @@ error."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import pytest
 import torch
-from gpu_checks import bound, fused_against_fp64, output_extent, poison
+from gpu_checks import (
+    FEWEST_NORMALISED_VALUES,
+    bound,
+    fused_against_fp64,
+    output_extent,
+    poison,
+)
 from problems import explained
 from reference import ACTIVATIONS, ORDERS, relative_error
 from reference import conv_transpose_act_norm as composition
@@ -16,9 +23,12 @@ from test_gpu_taps import of
 from test_steps import KERNELS as STEPS
 from test_steps import assert_matches, expected, kernels_of
 
+import fusedconv
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
+from fusedconv.kernels.cuda import few
 from fusedconv.kernels.cuda.few import Few
+from fusedconv.ops import ConvCall, conv_plan
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +58,7 @@ def drawn(kernel: Few, generator: random.Random) -> dict[str, Any]:
     axes = generator.choice((2, 3))
     padding = [generator.choice((1, 1, 1, 3)) for _ in range(axes)]
     largest = {2: 90, 3: 18}[axes]
-    extent = [generator.randint(3 if each == 1 else 5, largest) for each in padding]
+    extent = [generator.randint(1 if each == 1 else 4, largest) for each in padding]
     extra = [generator.randint(0, 1) for _ in range(axes)]
     groups = generator.choice((1, 2, 5))
     out = groups * generator.choice((1, 3, 8, 16))
@@ -57,11 +67,13 @@ def drawn(kernel: Few, generator: random.Random) -> dict[str, Any]:
         for n, p, more in zip(extent, padding, extra, strict=True)
     ]
     assert min(outputs) > 0
+    if math.prod(outputs) * out // groups < FEWEST_NORMALISED_VALUES:
+        groups = 0
     return of(
         batch=generator.randint(1, 3),
         channels=generator.randint(1, 4),
         out=out,
-        groups=generator.choice((None, groups, groups)),
+        groups=generator.choice((None, groups or None, groups or None)),
         spatial=extent,
         kernel=[3] * axes,
         stride=[2] * axes,
@@ -169,6 +181,37 @@ def test_same_bits_alone_in_a_batch_and_each_time(kernel, force):
         poison()
         assert torch.equal(run(), together)
     assert torch.equal(run(x[3:4]), together[3:4])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_a_batch_in_chunks_has_the_same_bits(kernel, force, monkeypatch):
+    force(kernel.name)
+    _, run = example(DTYPES[kernel.precision])
+    whole = run()
+    monkeypatch.setattr(few, "CHUNK_BYTES", 1)
+    fusedconv.clear_cache()
+    explanation = explained(run)[0]
+    assert "for each 1 samples" in explanation.steps[0]
+    assert torch.equal(run(), whole)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_statistics_are_those_of_what_the_backward_pass_reads(precision, recompute, force):
+    force(f"few_{'f16' if precision == 'fp16' else precision}")
+    dtype = DTYPES[precision]
+    x = torch.randn(2, 2, 5, 9, 21, device="cuda").to(dtype)
+    # Next to a bias of one, products are lost when the sum is stored.
+    weight = (torch.randn(2, 16, 3, 3, 3, device="cuda") * 1e-5).to(dtype)
+    call = ConvCall(
+        x, weight, torch.ones(16, device="cuda", dtype=dtype), (2,) * 3, (1,) * 3, (0,) * 3,
+        (1,) * 3, 1, "identity", "act_norm", 4, None, None, 1e-10, None, None, None, recompute,
+    )  # fmt: skip
+    plan = conv_plan(call, True)
+    _, conv_output, mean, rstd = plan.run(*call.tensors)
+    assert (conv_output is None) == recompute
+    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0, atol=0)
+    torch.testing.assert_close(rstd, torch.full_like(rstd, 1e5))
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -90,6 +90,7 @@ USE_COMPILED = {
     "kernels.cuda.convolution",
     "kernels.cuda.direct",
     "kernels.cuda.direct_gradients",
+    "kernels.cuda.few",
     "kernels.cuda.few_gradients",
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedconv
-from fusedconv import functional, ops
+from fusedconv import functional, ops, selection
 from fusedconv.ops import seen
 
 pytestmark = pytest.mark.skipif(seen._Guards is None, reason="torch has no guards of tensors")
@@ -265,3 +265,27 @@ def test_parameters_that_a_module_computes_are_read_as_attributes():
     assert torch.equal(shifted(x), expected)
     plain.__dict__["weight"] = plain._parameters["weight"] + 1
     assert torch.equal(plain(x), expected)
+
+
+def test_what_is_forgotten_during_a_call_stays_forgotten(known, monkeypatch):
+    cached = seen.cached
+
+    def forgetting(key):
+        found = cached(key)
+        fusedconv.clear_cache()
+        return found
+
+    selection.latest_calls().clear()  # so that the key is asked for
+    monkeypatch.setattr(seen, "cached", forgetting)
+    known.call()
+    monkeypatch.undo()
+    assert selection.latest_calls() == {}
+
+
+def test_few_calls_are_kept_by_their_weights(known, monkeypatch):
+    monkeypatch.setattr(selection, "LATEST_CALLS", 3)
+    for _ in range(5):
+        weight = known.tensors.weight.clone()
+        known.call(weight=weight)
+        known.call(weight=weight)
+    assert 0 < len(selection.latest_calls()) <= 3

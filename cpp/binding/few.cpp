@@ -25,7 +25,7 @@ void bind_few(py::module_& m) {
       .def_property_readonly("lines", scheduled<Config>(&Schedule::lines),
                              "Quotients of the stride along height of a block.")
       .def_property_readonly("planes", scheduled<Config>(&Schedule::planes),
-                             "Outputs along depth that a block goes through.")
+                             "Outputs along depth that a block goes through, at most.")
       .def_property_readonly(
           "tiles",
           [](Config const& config) {

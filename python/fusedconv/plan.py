@@ -102,7 +102,8 @@ class Plan(ABC):
     #: True where torch's own operators do the work; a log line then says why, once a problem.
     is_reference: bool = False
     #: Whether ``run`` does nothing but allocate and run compiled programs, the same ones on tensors
-    #: that lie alike, where it calls none of torch's operators on them (``fusedconv.noting``).
+    #: that lie alike, where it calls none of torch's operators on them (``fusedconv.noting``). What
+    #: it returns then is dense, in the result's layout, and no two of it share memory.
     only_launches: bool = False
 
 

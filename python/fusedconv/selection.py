@@ -43,6 +43,9 @@ logger = logging.getLogger("fusedconv")
 #: other metadata may share. Entries of 0.6 to 8 KB were measured, so that the cache stays near 30
 #: MB at most, whatever shapes come.
 CACHE_ENTRIES = 4096
+#: Calls that are known sooner, by a tensor of theirs; they may be kept for longer than the cache
+#: keeps their plans.
+LATEST_CALLS = 512
 
 
 class Recent:
@@ -80,7 +83,6 @@ class Recent:
 _plans = Recent(CACHE_ENTRIES)
 _logged = Recent(CACHE_ENTRIES)
 _tuned: dict[tuple[Problem, Device], Winner] = {}
-#: What ``keep_latest`` was told last of each identity.
 _latest: dict[int, Any] = {}
 
 #: The plan of a call seen before, None otherwise.
@@ -90,20 +92,23 @@ cached: Callable[[Hashable], Any] = _plans.get
 keep: Callable[[Hashable, Any], None] = _plans.put
 
 
-#: What was kept last under an identity, which another object may have by now; None for nothing.
-latest: Callable[[int], Any] = _latest.get
+def latest_calls() -> dict[int, Any]:
+    """What was kept last under the identity of a tensor, which another object may have by now. A
+    call that looks there keeps into the same one: what is forgotten meanwhile stays forgotten."""
+    return _latest
 
 
-def keep_latest(identity: int, entry: Any) -> None:
-    """Keeps a plan, or what holds one, for ``latest``."""
-    if len(_latest) >= CACHE_ENTRIES:
-        _latest.clear()
-    _latest[identity] = entry
+def keep_latest(calls: dict[int, Any], identity: int, entry: Any) -> None:
+    """Keeps a plan, or what holds one, in what ``latest_calls`` returned."""
+    if len(calls) >= LATEST_CALLS:
+        calls.clear()
+    calls[identity] = entry
 
 
 def _forget_plans() -> None:
+    global _latest
     _plans.clear()
-    _latest.clear()
+    _latest = {}
 
 
 def clear_cache() -> None:

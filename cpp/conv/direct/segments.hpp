@@ -7,6 +7,7 @@
 
 #include "conv/direct/params.hpp"
 #include "conv/direct/team.hpp"
+#include "conv/segment.hpp"
 #include "cuda/async.hpp"
 #include "cuda/math.hpp"
 
@@ -14,13 +15,12 @@ namespace fusedconv::conv::direct {
 
 template <class T>
 struct Segments {
-  static constexpr int kVector = 16 / int(sizeof(T));
   T* target;  // the tile's first output of the first channel
   int first;  // its place in shared memory
 
   __device__ __forceinline__ Segments(Params const& p, Team<T> const& team, int channel)
       : target(tile_of(p, team, channel)),
-        first(int(reinterpret_cast<uintptr_t>(target) / sizeof(T) % kVector)) {}
+        first(int(reinterpret_cast<uintptr_t>(target) / sizeof(T) % Segment<T>::kVector)) {}
 
   // Where outputs of a channel begin, counted in those of a tile.
   __device__ __forceinline__ static T* tile_of(Params const& p, Team<T> const& team, int channel) {
@@ -33,67 +33,24 @@ struct Segments {
   }
 };
 
-// One of channel k, index counted within the channel; of length 0 where there are no outputs.
+// Segment `index` of channel k; of length 0 where there are no outputs.
 template <class T>
-struct Segment {
-  T const* source;
-  T* target;
-  int lead, length;
-
-  __device__ __forceinline__ Segment(T const* source, T* target, int lead, int length)
-      : source(source), target(target), lead(lead), length(length) {}
-  __device__ __forceinline__ Segment(Params const& p, Team<T> const& team,
-                                     Segments<T> const& segments, int k, int index) {
-    int z = index, y = 0;
-    if (!p.joined) p.extent_h(z, y, index);
-    int const height = p.axes[1].problem.output, width = p.axes[2].problem.output;
-    int const at = segments.first + k * p.staged_channel + z * p.staged_plane + y * p.staged_line;
-    source = team.staged + at;
-    target = segments.target + k * p.output_pixels + (int64_t(z) * height + y) * width;
-    lead = at % Segments<T>::kVector;
-    Place const& place = team.place;
-    int const left_y = height - place.origin[1] * p.axes[1].problem.stride - y;
-    length =
-        p.joined ? min(p.extent[1], left_y) * width : min(p.extent[2], width - place.origin[2]);
-    int const left_z = p.axes[0].problem.output - place.origin[0] * p.axes[0].problem.stride - z;
-    if (left_z <= 0 || left_y <= 0) length = 0;
-  }
-};
-
-// By one thread: whole 16 bytes by a bulk copy, which goes on when the thread does, and what lies
-// around them.
-template <class T>
-__device__ __forceinline__ void store_by_bulk(Segment<T> const& segment) {
-  constexpr int kVector = Segments<T>::kVector;
-  int const head = min(-segment.lead & (kVector - 1), segment.length);
-  int const tail = (segment.length - head) % kVector;
-  int const middle = segment.length - head - tail;
-  if (middle > 0) {
-    device::bulk_store(segment.target + head, device::shared_address(segment.source + head),
-                       unsigned(middle) * unsigned(sizeof(T)));
-  }
-#pragma unroll
-  for (int i = 0; i < kVector - 1; ++i) {
-    if (i < head) segment.target[i] = segment.source[i];
-    if (i < tail) segment.target[head + middle + i] = segment.source[head + middle + i];
-  }
-}
-
-// 16 bytes, or what the segment has of them.
-template <class T>
-__device__ __forceinline__ void store_vector(Segment<T> const& segment, int index) {
-  constexpr int kVector = Segments<T>::kVector;
-  int const begin = index * kVector - segment.lead;
-  if (begin >= 0 && begin + kVector <= segment.length) {
-    device::Pack<T, kVector>::load(segment.source + begin).store(segment.target + begin);
-  } else {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      if (begin + v >= 0 && begin + v < segment.length) {
-        segment.target[begin + v] = segment.source[begin + v];
-      }
-    }
-  }
+__device__ __forceinline__ Segment<T> segment_of(Params const& p, Team<T> const& team,
+                                                 Segments<T> const& segments, int k, int index) {
+  int z = index, y = 0;
+  if (!p.joined) p.extent_h(z, y, index);
+  int const height = p.axes[1].problem.output, width = p.axes[2].problem.output;
+  int const at = segments.first + k * p.staged_channel + z * p.staged_plane + y * p.staged_line;
+  Place const& place = team.place;
+  int const left_y = height - place.origin[1] * p.axes[1].problem.stride - y;
+  int const left_z = p.axes[0].problem.output - place.origin[0] * p.axes[0].problem.stride - z;
+  int length =
+      p.joined ? min(p.extent[1], left_y) * width : min(p.extent[2], width - place.origin[2]);
+  if (left_z <= 0 || left_y <= 0) length = 0;
+  return {.source = team.staged + at,
+          .target = segments.target + k * p.output_pixels + (int64_t(z) * height + y) * width,
+          .lead = at % Segment<T>::kVector,
+          .length = length};
 }
 
 // Stores the staged outputs of the first `channels` channels. Two barriers of the block belong to
@@ -108,7 +65,7 @@ __device__ __forceinline__ void store_segments(Params const& p, Team<T> const& t
   for (int i = team.thread; i < count; i += p.team_threads) {
     int k, index;
     p.segments(k, index, i);
-    store_by_bulk(Segment<T>(p, team, segments, k, index));
+    store_by_bulk(segment_of(p, team, segments, k, index));
   }
 #else
   int const count = channels * p.segments.divisor * p.segment_vectors.divisor;
@@ -117,7 +74,7 @@ __device__ __forceinline__ void store_segments(Params const& p, Team<T> const& t
     int k, index, vector;
     p.segment_vectors(index, vector, i);
     p.segments(k, index, index);
-    store_vector(Segment<T>(p, team, segments, k, index), vector);
+    store_vector(segment_of(p, team, segments, k, index), vector);
   }
 #endif
 }

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "conv/direct/segments.hpp"
 #include "conv/few/params.hpp"
 #include "conv/few/products.hpp"
+#include "conv/segment.hpp"
 #include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "cuda/pair.hpp"
@@ -374,19 +374,19 @@ class Block {
     int const length = (tile_.end_line - tile_.first_line) * p_.output_extent[2];
     int const present = min(kBlockChannels, p_.output_channels - tile_.channel);
     auto const segment = [&](int k) {
-      return direct::Segment<T>(source + k * p_.staged_channel, target + k * p_.output_pixels,
-                                (lead + k * p_.staged_channel) % kVector, length);
+      return Segment<T>{source + k * p_.staged_channel, target + k * p_.output_pixels,
+                        (lead + k * p_.staged_channel) % kVector, length};
     };
 #if __CUDA_ARCH__ >= 900
     device::fence_async_proxy();
     __syncthreads();
-    if (int(threadIdx.x) < present) direct::store_by_bulk(segment(int(threadIdx.x)));
+    if (int(threadIdx.x) < present) store_by_bulk(segment(int(threadIdx.x)));
 #else
     __syncthreads();
     for (int k = warp_; k < present; k += kWarps) {
       auto const each = segment(k);
       int const vectors = (each.lead + length + kVector - 1) / kVector;
-      for (int i = lane_; i < vectors; i += kWarp) direct::store_vector(each, i);
+      for (int i = lane_; i < vectors; i += kWarp) store_vector(each, i);
     }
 #endif
   }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
@@ -35,7 +36,7 @@ class _Known(NamedTuple):
         for place in self.absent:
             if tensors[place] is not None:
                 return None
-        # Modes, transforms and tracers that watch a call are seen by what the launches look at.
+        # Modes, transforms and tracers that watch a call have keys that the launches look at.
         return self.launches.run([tensors[place] for place in self.places])  # type: ignore[misc]
 
 
@@ -48,7 +49,12 @@ def repeated(
 ) -> Results:
     """What ``call()`` returns, new tensors that it computes from ``tensors`` alone, the first one
     among them: by a plan, or by those of its gradients, and by what else ``key`` tells apart."""
-    if record.active or profiler._is_profiler_enabled or forward_ad._current_level >= 0:
+    if (
+        torch.compiler.is_compiling()
+        or record.active
+        or profiler._is_profiler_enabled
+        or forward_ad._current_level >= 0
+    ):
         return call()
     known = plan.repeated
     if known is None:

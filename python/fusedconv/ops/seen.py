@@ -20,7 +20,7 @@ from torch.autograd import forward_ad, profiler
 from fusedconv.plan import ForwardPlan
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.recording import record
-from fusedconv.selection import cached, forced_kernels, keep, keep_latest, latest
+from fusedconv.selection import cached, forced_kernels, keep, keep_latest, latest_calls
 
 _Guards: Any
 try:
@@ -67,8 +67,8 @@ def _matches(seen: Seen, tensors: Tensors) -> bool:
 
 
 def _is_latest(seen: Seen, tensors: Tensors, arguments: tuple[object, ...]) -> bool:
-    """Whether a call is one of which nothing is known but that it has a tensor in common, with the
-    very same arguments: an equal one may be of another type."""
+    """Whether a call, of which nothing is known, is this one with the very same arguments, as equal
+    ones may be of another type."""
     if len(tensors) != seen.places or len(arguments) != len(seen.arguments):
         return False
     for place in seen.absent:
@@ -122,7 +122,8 @@ def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
         return None
     identity = id(tensors[1])
     # A module's weight is most often in the call that it was in last, and that is known sooner.
-    seen: Seen | None = latest(identity)
+    calls = latest_calls()
+    seen: Seen | None = calls.get(identity)
     if seen is not None and _is_latest(seen, tensors, arguments):
         return seen
     try:
@@ -134,7 +135,7 @@ def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
     known = seen.arguments
     if not all(map(operator.is_, arguments, known)) and not all(map(_same, arguments, known)):
         return None
-    keep_latest(identity, seen)
+    keep_latest(calls, identity, seen)
     return seen
 
 

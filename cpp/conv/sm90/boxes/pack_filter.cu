@@ -10,7 +10,7 @@
 namespace fusedconv::conv::sm90::boxes {
 namespace {
 
-constexpr int kPackThreads = 256;
+constexpr int kPackThreads = 128;
 constexpr int kMaxBlocks = 1 << 16;
 
 // Where a filter's tap goes: no phase that has outputs may have it.
@@ -40,19 +40,24 @@ constexpr int kPieces = kChunkBytes / kPieceBytes;
 template <class T>
 inline constexpr int kVector = kPieceBytes / int(sizeof(T));
 
-// A piece: 16 bytes of an output channel's channels at a tap.
-template <class T>
-__device__ __forceinline__ void store_piece(PackParams const& p, int tap, int k, int chunk,
-                                            int piece, device::Pack<T, kVector<T>> const& pack,
-                                            unsigned char* filter) {
+// The packed filter's row of an output channel at a tap, for a chunk of channels; -1 where no block
+// of columns has the tap. Those of the eight channels from a whole eight on follow each other.
+__device__ __forceinline__ int64_t row_of(PackParams const& p, int tap, int k, int chunk) {
   TapPlace const place = p.places[tap];
-  if (place.set == TapPlace::kNone) return;
-  int const rows = p.rows[place.set];
+  if (place.set == TapPlace::kNone) return -1;
+  int const rows = p.rows[place.set], block = k / p.segment;
   int64_t const first =
-      (int64_t(p.first_row[place.set]) * p.channel_blocks + int64_t(k / p.segment) * rows) *
-      p.chunks;
-  int64_t const row = first + int64_t(chunk) * rows + place.row + k % p.segment;
-  // Swizzled by the row's number in its block, which begins at a whole eight.
+      (int64_t(p.first_row[place.set]) * p.channel_blocks + int64_t(block) * rows) * p.chunks;
+  return first + int64_t(chunk) * rows + place.row + (k - block * p.segment);
+}
+
+// A piece: 16 bytes of a row, swizzled by the row's number in its block, which begins at a whole
+// eight.
+template <class T>
+__device__ __forceinline__ void store_piece(int64_t row, int piece,
+                                            device::Pack<T, kVector<T>> const& pack,
+                                            unsigned char* filter) {
+  if (row < 0) return;
   pack.store(
       reinterpret_cast<T*>(filter + row * kChunkBytes + (piece ^ int(row % 8)) * kPieceBytes));
 }
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kPackThreads)
       }
       pack.values[c] = packed<T, kRounds>(value);
     }
-    store_piece(p, tap, k, chunk, piece, pack, filter);
+    store_piece(row_of(p, tap, k, chunk), piece, pack, filter);
   }
 }
 
@@ -113,22 +118,24 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 #pragma unroll
   for (T& value : pack.values) value = packed<T, kRounds>(value);
-  store_piece(p, tap, k, chunk, piece, pack, filter);
+  store_piece(row_of(p, tap, k, chunk), piece, pack, filter);
 }
+
+// Elements that follow each other in a weight, which a thread loads at once.
+constexpr int kRun = 4;
 
 // The same of a dense weight whose channels lie farthest apart: output channels, with all taps of
 // each, or with kTapsFirst taps with all output channels, follow each other. A thread transposes a
-// run of them, whole vectors of as many channels, and eight threads have the pieces of its rows.
+// run of them for the channels of a piece, and eight threads have the pieces of its rows.
 template <class T, bool kRounds, bool kTapsFirst>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_runs_kernel(__grid_constant__ PackParams const p, uint32_t count,
                             T const* __restrict__ weight, unsigned char* __restrict__ filter) {
-  constexpr int kRun = kVector<T>;
   uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
   if (i >= count) return;
-  int const piece = int(i % kPieces), runs = p.padded_channels * p.taps / kRun;
-  int const run = int(i / kPieces % runs), chunk = int(i / (kPieces * runs));
-  int const first = run * kRun;
+  uint32_t const runs = uint32_t(p.padded_channels) * p.taps / kRun;
+  int const piece = int(i % kPieces), chunk = int(i / kPieces / runs);
+  int const first = int(i / kPieces % runs) * kRun;
   int tap = 0, k = 0;
   int64_t at = first;
   bool present = first < p.output_channels * p.taps;
@@ -138,24 +145,23 @@ __global__ void __launch_bounds__(kPackThreads)
     at = tap * int64_t(p.output_channels) + k;
     present = k < p.output_channels;
   }
-  device::Pack<T, kRun> loaded[kRun];
+  device::Pack<T, kRun> loaded[kVector<T>];
 #pragma unroll
-  for (int c = 0; c < kRun; ++c) {
-    int const channel = (chunk * kPieces + piece) * kRun + c;
+  for (int c = 0; c < kVector<T>; ++c) {
+    int const channel = (chunk * kPieces + piece) * kVector<T> + c;
     if (present && channel < p.channels) {
       loaded[c] = device::Pack<T, kRun>::load(weight + channel * p.source.stride_c + at);
     }
   }
+  int64_t row = kTapsFirst ? row_of(p, tap, k, chunk) : 0;
 #pragma unroll
   for (int j = 0; j < kRun; ++j) {
-    device::Pack<T, kRun> pack;
+    device::Pack<T, kVector<T>> pack;
 #pragma unroll
-    for (int c = 0; c < kRun; ++c) pack.values[c] = packed<T, kRounds>(loaded[c].values[j]);
-    if constexpr (kTapsFirst) {
-      store_piece(p, tap, k + j, chunk, piece, pack, filter);
-    } else {
-      store_piece(p, (first + j) % p.taps, (first + j) / p.taps, chunk, piece, pack, filter);
-    }
+    for (int c = 0; c < kVector<T>; ++c) pack.values[c] = packed<T, kRounds>(loaded[c].values[j]);
+    if constexpr (!kTapsFirst) row = row_of(p, (first + j) % p.taps, (first + j) / p.taps, chunk);
+    store_piece(row, piece, pack, filter);
+    if (kTapsFirst && row >= 0) ++row;
   }
 }
 
@@ -165,21 +171,23 @@ enum class Order { kAny, kRows, kRuns, kTapsFirst };
 Order order_of(PackParams const& p, void const* weight, int vector) {
   FilterSource const& f = p.source;
   int64_t const taps = f.t * f.r * f.s;
-  auto const whole = [vector](int64_t stride) { return stride % vector == 0; };
   if (!device::is_aligned(weight, kPieceBytes)) return Order::kAny;
-  if (f.stride_c == 1 && whole(f.c)) {
-    bool const aligned = whole(f.stride_k) && (f.t == 1 || whole(f.stride_t)) &&
-                         (f.r == 1 || whole(f.stride_r)) && (f.s == 1 || whole(f.stride_s));
+  if (f.stride_c == 1 && f.c % vector == 0) {
+    auto const whole = [&](int64_t extent, int64_t stride) {
+      return extent == 1 || stride % vector == 0;
+    };
+    bool const aligned = whole(f.k, f.stride_k) && whole(f.t, f.stride_t) &&
+                         whole(f.r, f.stride_r) && whole(f.s, f.stride_s);
     return aligned ? Order::kRows : Order::kAny;
   }
-  if (f.stride_c != f.k * taps || !whole(f.stride_c)) return Order::kAny;
+  if (f.stride_c != f.k * taps || f.stride_c % kRun != 0) return Order::kAny;
   auto const dense = [&](int64_t stride_s) {
     return (f.s == 1 || f.stride_s == stride_s) && (f.r == 1 || f.stride_r == stride_s * f.s) &&
            (f.t == 1 || f.stride_t == stride_s * f.s * f.r);
   };
-  if (f.stride_k == taps && dense(1) && whole(p.padded_channels * taps)) return Order::kRuns;
-  bool const runs = f.stride_k == 1 && dense(f.k) && whole(f.k) && whole(p.padded_channels);
-  return runs ? Order::kTapsFirst : Order::kAny;
+  // Padded output channels are whole eights.
+  if (f.stride_k == taps && dense(1)) return Order::kRuns;
+  return f.stride_k == 1 && dense(f.k) && f.k % kRun == 0 ? Order::kTapsFirst : Order::kAny;
 }
 
 void place_taps(Config const& config, PackParams& p) {
@@ -239,7 +247,7 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   Order const order = order_of(p, weight, vector);
   // Of rows or of any order a thread has a piece.
   bool const runs = order == Order::kRuns || order == Order::kTapsFirst;
-  int64_t const count = runs ? s.filter_pieces / vector : s.filter_pieces;
+  int64_t const count = runs ? s.filter_pieces / kRun : s.filter_pieces;
   int64_t const wanted = ceil_div(count, kPackThreads);
   int const blocks = int(order == Order::kAny ? std::min<int64_t>(wanted, kMaxBlocks) : wanted);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {

@@ -123,9 +123,9 @@ class Few(ConvolutionRow):
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""
         config = self.config(problem, device)
-        depth, height = config.tiles
-        lines = height * config.lines * 2 * config.width_tiles * _C.few.tile_outputs
-        outputs = problem.batch * depth * config.planes * lines
+        planes = (1, *problem.output_spatial)[-3]
+        lines = config.tiles[1] * config.lines * 2
+        outputs = problem.batch * planes * lines * config.width_tiles * _C.few.tile_outputs
         outputs *= config.channel_blocks * _C.few.block_channels
         written = device.copy_milliseconds(problem.output_elements * problem.dtype.itemsize)
         activates = any(isinstance(stage, Activation) for stage in problem.epilogue)
@@ -161,8 +161,8 @@ class Few(ConvolutionRow):
                 _C.few.Convolve(
                     config,
                     activation=COMPILED[activation],
-                    # What is saved and what is normalised are the same values.
-                    rounds=problem.saves_conv_output,
+                    # The backward pass reads the same values, saved or computed anew.
+                    rounds=problem.save,
                     input=program.input,
                     weight=program.weight,
                     bias=program.bias,

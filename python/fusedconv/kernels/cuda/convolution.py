@@ -3,6 +3,7 @@ the weight, convolve with the epilogue and merge the moments of GroupNorm."""
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import by_axis, group_norm_problem, supports_extents
+from fusedconv.kernels.compiled import (
+    by_axis,
+    group_norm_problem,
+    readable_aligned,
+    supports_extents,
+    transposed_problem,
+)
 from fusedconv.kernels.cuda.program import (
     ForwardProgram,
     ProgramPlan,
@@ -65,6 +72,33 @@ def filter_source(conv: ConvTransposeGeometry) -> Any:
         taps=by_axis(conv.kernel_size),
         strides=five_strides(conv.weight_strides),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _reading_config(
+    room: Any,
+    row: int,
+    conv: ConvTransposeGeometry,
+    spatial: tuple[int, ...],
+    layout: str,
+    aligned: bool,
+    device: Device,
+) -> Any:
+    return room.Config(
+        room.rows()[row],
+        problem=transposed_problem(conv, spatial, layout, aligned),
+        source=filter_source(conv),
+        device=device.compiled,
+    )
+
+
+def reading_config(room: Any, row: int, problem: ForwardProblem, device: Device) -> Any:
+    """How a row of ``room`` that reads the weight as it lies serves a problem with a
+    convolution."""
+    assert problem.conv is not None
+    aligned = readable_aligned(problem)
+    layout = problem.output_layout
+    return _reading_config(room, row, problem.conv, problem.spatial, layout, aligned, device)
 
 
 def weight_gradient(conv: ConvTransposeGeometry) -> Any:

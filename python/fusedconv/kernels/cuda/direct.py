@@ -9,15 +9,14 @@ normalises goes over the output in place. A row is a type; the one of float32 se
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned, supports_extents, transposed_problem
-from fusedconv.kernels.cuda.convolution import InPlaceRow, filter_source, supports_partials
+from fusedconv.kernels.compiled import supports_extents
+from fusedconv.kernels.cuda.convolution import InPlaceRow, reading_config, supports_partials
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -25,7 +24,7 @@ from fusedconv.kernels.cuda.program import (
     supports_forward,
 )
 from fusedconv.plan import Kernel
-from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
 
 #: Tiles of a launch are counted to, a few less than 2**31.
@@ -61,38 +60,13 @@ COSTS = CostConstants(
 )
 
 
-@functools.lru_cache(maxsize=4096)
-def _config(
-    row: int,
-    conv: ConvTransposeGeometry,
-    spatial: tuple[int, ...],
-    layout: str,
-    aligned: bool,
-    device: Device,
-) -> Any:
-    return _C.direct.Config(
-        _C.direct.rows()[row],
-        problem=transposed_problem(conv, spatial, layout, aligned),
-        source=filter_source(conv),
-        device=device.compiled,
-    )
-
-
 class Direct(InPlaceRow):
     """A row of ``_C.direct.rows()``."""
 
     provider = "direct"
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        assert problem.conv is not None
-        return _config(
-            self.index,
-            problem.conv,
-            problem.spatial,
-            problem.output_layout,
-            readable_aligned(problem),
-            device,
-        )
+        return reading_config(self.room, self.index, problem, device)
 
     # ---- what it serves ----
 

@@ -8,18 +8,17 @@ second time normalised. What a training step saves is stored the first time.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem, readable_aligned, transposed_problem
+from fusedconv.kernels.compiled import group_norm_problem
 from fusedconv.kernels.cuda.convolution import (
     CHUNK_BYTES,
     ConvolutionRow,
-    filter_source,
+    reading_config,
     supports_partials,
     supports_transposed,
 )
@@ -32,7 +31,7 @@ from fusedconv.kernels.cuda.program import (
 )
 from fusedconv.plan import Kernel
 from fusedconv.precision import dtype_name
-from fusedconv.problem import Activation, ActNormAct, ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import Activation, ActNormAct, ForwardProblem
 from fusedconv.support import Support
 
 #: Blocks of a launch.
@@ -58,23 +57,6 @@ class CostConstants:
 COSTS = CostConstants(moments=0.15, stored=0.23, activation=0.08, shortest=12000.0, copy_share=0.8)
 
 
-@functools.lru_cache(maxsize=4096)
-def _config(
-    row: int,
-    conv: ConvTransposeGeometry,
-    spatial: tuple[int, ...],
-    layout: str,
-    aligned: bool,
-    device: Device,
-) -> Any:
-    return _C.few.Config(
-        _C.few.rows()[row],
-        problem=transposed_problem(conv, spatial, layout, aligned),
-        source=filter_source(conv),
-        device=device.compiled,
-    )
-
-
 class Few(ConvolutionRow):
     """A row of ``_C.few.rows()``."""
 
@@ -82,15 +64,7 @@ class Few(ConvolutionRow):
     computes = frozenset({"forward"})
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        assert problem.conv is not None
-        return _config(
-            self.index,
-            problem.conv,
-            problem.spatial,
-            problem.output_layout,
-            readable_aligned(problem),
-            device,
-        )
+        return reading_config(self.room, self.index, problem, device)
 
     # ---- what it serves ----
 
@@ -151,6 +125,16 @@ class Few(ConvolutionRow):
 
     # ---- how it runs ----
 
+    def behind(self, program: ForwardProgram, batch: int = 0) -> Any:
+        problem, form = program.problem, program.form
+        return group_norm_problem(
+            problem,
+            ActNormAct(False, "identity", form.norm, form.after),
+            input_layout=problem.output_layout,
+            output_layout=problem.output_layout,
+            batch=batch,
+        )
+
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
@@ -175,23 +159,7 @@ class Few(ConvolutionRow):
         if program.groups:
             partials = program.scratch(config.partial_bytes_per_sample)
             convolve(form.before, program.conv_output, partials=partials)
-            norm = group_norm_problem(
-                problem,
-                ActNormAct(False, "identity", form.norm, form.after),
-                input_layout=problem.output_layout,
-                output_layout=problem.output_layout,
-            )
-            statistics = program.statistics()
-            program.compiled.per_chunk(
-                _C.few.MergeMoments(
-                    config,
-                    problem=norm,
-                    partials=partials,
-                    statistics=statistics,
-                    mean=program.mean,
-                    rstd=program.rstd,
-                )
-            )
+            norm, statistics = self.statistics(program, config, partials)
             behind = {
                 "norm": norm,
                 "statistics": statistics,

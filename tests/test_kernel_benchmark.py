@@ -94,6 +94,7 @@ def test_names_that_serve_nothing_give_a_record_without_kernels(monkeypatch):
     monkeypatch.setattr(registries, "_registry", filled(*toys))
     (record,) = measured(SMALL, names=("refuses",))
     assert record["kernels"] == []
+    assert record["refused"] == "refuses: it is a test"
     assert "error" not in record
 
 
@@ -336,6 +337,8 @@ def test_names_are_those_of_kernels_and_providers(shapes):
     output = invoke(*arguments, "--kernels", "torch")
     assert output.count(": 1 kernels") == 2
     assert "regret" not in output
+    output = invoke(*arguments, "--kernels", "cpu_direct")
+    assert ": 0 kernels: cpu_direct: " in output
 
 
 @pytest.mark.parametrize(

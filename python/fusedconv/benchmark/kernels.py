@@ -106,12 +106,25 @@ class Question:
             if each.support and (self.names is None or each.kernel.is_named(self.names))
         }
 
+    def refusals(self) -> str:
+        """Why kernels that are asked for do not serve it, each reason once."""
+        reasons = {
+            f"{each.kernel.name}: {each.support.reason}": None
+            for _, found in selection.pieces(self.problem, device_record(self.device)).values()
+            for each in found
+            if not each.support and (self.names is None or each.kernel.is_named(self.names))
+        }
+        return "; ".join(reasons) or "none of them computes any of its parts"
+
     def measure(self, clock: Clock) -> dict[str, Any]:
-        """Its record; where its tensors find no memory, that says so in "error"."""
+        """Its record. Where its tensors find no memory, that says so in "error"; where no kernel that
+        is asked for serves it, "refused" says why."""
         candidates = self.candidates()
         choice = selection.choose(self.problem, device_record(self.device), tuned=False)
         chosen = [(piece.parts, candidate.kernel.name) for piece, candidate in choice.chosen]
         result = {**self.fields(), "chosen": _pieces(chosen), "kernels": []}
+        if not candidates:
+            return {**result, "refused": self.refusals()[:500]}
         try:
             with undisturbed(self.device):
                 ready, failed = calls(self.problem, self.device, self.names)

@@ -39,6 +39,8 @@ def record_line(record: dict[str, Any]) -> str:
         return f"{title(record)}: {record['error']}"
     timed = [each for each in record["kernels"] if each["median_ms"] is not None]
     text = f"{title(record)}: {len(timed)} kernels"
+    if "refused" in record:
+        return f"{text}: {record['refused']}"
     if len(timed) < len(record["kernels"]):
         text += f", {len(record['kernels']) - len(timed)} failed"
     for each in regrets([record]):

@@ -117,8 +117,8 @@ class Question:
         return "; ".join(reasons) or "none of them computes any of its parts"
 
     def measure(self, clock: Clock) -> dict[str, Any]:
-        """Its record. Where its tensors find no memory, that says so in "error"; where no kernel that
-        is asked for serves it, "refused" says why."""
+        """Its record. Where its tensors find no memory, that says so in "error"; "refused" says why
+        no kernel that is asked for serves it."""
         candidates = self.candidates()
         choice = selection.choose(self.problem, device_record(self.device), tuned=False)
         chosen = [(piece.parts, candidate.kernel.name) for piece, candidate in choice.chosen]

@@ -15,7 +15,9 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve_few<kMath, kDeep, kMoments>;
   Schedule const& s = a.config.schedule;
   int64_t const blocks = a.batch * s.sample_tiles() * s.channel_blocks;
-  FUSEDCONV_CHECK(blocks <= 0x7fffffff, a.config.row->name, ": blocks: got ", blocks);
+  constexpr int64_t kMost = 0x7fffffff;
+  FUSEDCONV_CHECK(blocks <= kMost, a.config.row->name, ": blocks: got ", blocks,
+                  ", expected at most ", kMost);
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
   device::launch(kernel, unsigned(blocks), kThreads, s.shared_bytes, stream, Params::of(a));

@@ -184,8 +184,58 @@ def test_steps(precision, layout):
     name = kernel_of(precision).name.rsplit("_", 1)[1]
     assert any(step.startswith(f"sm90_boxes_weight_{name}_") for step in steps)
     assert any(step.startswith(f"sm90_boxes_{name}_") for step in steps)
-    assert ("pack the input (rounded to TF32)" in steps) == (precision == "tf32")
+    assert ("pack the input (rounded to TF32)" in steps) == packs(steps)
     assert steps[-1] == "add the weight gradient's parts"
+
+
+def packs(steps: tuple[str, ...]) -> bool:
+    """Whether the row that computes the weight's gradient, where there is one, reads the input
+    packed."""
+    rows = {row.name: row for row in _C.sm90.boxes.weight.rows()}
+    return any(rows[name].packs for name in (step.split()[0] for step in steps) if name in rows)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_biases_gradient_is_summed_beside_the_weights(precision, layout):
+    """Where each pixel is read at one tap, and in one launch more than the weight's alone."""
+    filter = {"kernel": (2, 2), "stride": (2, 2)}
+    case = forward(precision=precision, layout=layout, batch=64, **filter)
+    asked = backward_problem(case, "input", "weight", "bias")
+    choice = choose(asked, H200, "boxes_gradients_sm90")
+    name = kernel_of(precision).name
+    taken = {part for piece, c in choice.chosen if c.kernel.name == name for part in piece.parts}
+    assert {"weight", "bias"} <= taken
+    steps = kernel_of(precision).compile(asked, H200).steps
+    assert sum("weight gradient and bias's" in step for step in steps) == 1
+    assert steps[-1] == "gradient of bias"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernel": (3, 3), "stride": (2, 2)},
+        {"kernel": (2, 2), "stride": (3, 3)},
+        {"kernel": (2, 2), "stride": (2, 2), "padding": (0, 1)},
+        {"kernel": (2, 2), "stride": (2, 2), "dilation": (1, 2)},
+        {"kernel": (2, 2), "stride": (2, 2), "output_padding": (1, 0)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_biases_gradient_is_refused_where_pixels_are_read_more_or_less_often(
+    precision, changes
+):
+    case = forward(precision=precision, **changes)
+    assert served(case, "weight")
+    assert "as large as its stride" in served(case, "weight", "bias").reason
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_biases_gradient_alone_is_others(precision):
+    case = forward(precision=precision, kernel=(2, 2), stride=(2, 2))
+    for gradients in (("bias",), ("input", "bias")):
+        assert "beside the weight's only" in served(case, *gradients).reason
 
 
 def rewriting_steps(case: ForwardProblem) -> dict[str, str | None]:
@@ -232,9 +282,7 @@ def test_pixels_are_padded_and_cut_where_they_are_not_whole(
     steps = kernel.compile(asked, H200).steps
     rewriting = {step for step in steps if step.startswith(("transpose", "pad", "cut"))}
     assert rewriting == {step for step in expected.values() if step}
-    assert ("pack the input (rounded to TF32)" in steps) == (
-        precision == "tf32" and "weight" in gradients
-    )
+    assert ("pack the input (rounded to TF32)" in steps) == packs(steps)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -21,17 +21,23 @@ from gpu_checks import bound, poison, round_to_tf32
 from problems import explained
 from reference import relative_error
 
+from fusedconv import _C
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.layout import layout_of
 from fusedconv.registry import registry
+from fusedconv.selection import clear_cache
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = [k for k in registry().kernels() if k.name.startswith("sm90_boxes_gradients_")]
+#: Each with the rows of the weight's gradient, by their numbers.
+WEIGHT_ROWS = [(kernel, row) for kernel in KERNELS for row in getattr(kernel, "weight_rows", ())]
 #: Of each kernel and layout.
 RANDOM_PROBLEMS = 80
 ODD_RANDOM_PROBLEMS = 40
+#: Of each row of the weight's gradient.
+ROW_PROBLEMS = 32
 #: In terms of as many channels as are 16 bytes.
 WHOLE_CHANNELS = (1, 2, 3, 8, 9, 16, 17, 24, 40)
 #: Pixels of most are not whole 16 bytes.
@@ -89,6 +95,13 @@ def random_problem(generator: random.Random, channels: list[int]) -> dict[str, A
     }
 
 
+def chosen_gradients(tensors: list[torch.Tensor], geometry: dict[str, Any]) -> dict[str, str]:
+    """Which kernel computes which part of the backward pass."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    _, explanation = explained(lambda: conv_transpose_act_norm(*leaves, **geometry), gradients=True)
+    return {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+
+
 def hold_against_fp64(kernel: Any, case: dict[str, Any], layout: str) -> None:
     """All gradients of a case, twice, in memory that held NaN."""
     precision = kernel.precision
@@ -141,11 +154,37 @@ def test_random_problems_of_odd_channels(kernel, layout, gradients_of):
         hold_against_fp64(kernel, random_problem(generator, list(ODD_CHANNELS)), layout)
 
 
-def chosen_gradients(tensors: list[torch.Tensor], geometry: dict[str, Any]) -> dict[str, str]:
-    """Which kernel computes which part of the backward pass."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    _, explanation = explained(lambda: conv_transpose_act_norm(*leaves, **geometry), gradients=True)
-    return {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
+def named(value: Any) -> str:
+    return _C.sm90.boxes.weight.rows()[value].name if isinstance(value, int) else ""
+
+
+@pytest.mark.parametrize(("kernel", "row"), WEIGHT_ROWS, ids=named)
+def test_rows_of_the_weights_gradient(kernel, row, gradients_of, monkeypatch):
+    """In every second problem the filter is as large as its stride: rows that pack nothing before
+    sum the bias's gradient on the way."""
+    gradients_of(kernel)
+    monkeypatch.setattr(kernel, "weight_rows", [row])
+    sums_bias = not _C.sm90.boxes.weight.rows()[row].packs
+    generator = random.Random(named(row))
+    torch.manual_seed(0)
+    clear_cache()
+    try:
+        for number in range(ROW_PROBLEMS):
+            case = random_problem(generator, list(ODD_CHANNELS))
+            if number % 2:
+                filter = [generator.choice((1, 2, 2, 2)) for _ in case["spatial"]]
+                filter[-1] = generator.choice((1, 2, 3, 4))
+                none = [0] * len(filter)
+                case.update(kernel=filter, stride=filter, padding=none, output_padding=none)
+                case.update(dilation=[1] * len(filter))
+                keywords = {name: case[name] for name in GEOMETRY}
+                tensors = operands(case, DTYPES[kernel.precision], "nhwc")
+                parts = chosen_gradients(tensors, keywords)
+                assert parts["weight"] == kernel.name
+                assert (parts["bias"] == kernel.name) == sums_bias, case
+            hold_against_fp64(kernel, case, "nhwc")
+    finally:
+        clear_cache()
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
@@ -177,12 +216,14 @@ def test_odd_channels(kernel, channels, out, spatial, geometry, layout, gradient
     keywords = {name: case[name] for name in GEOMETRY if name in case}
     tensors = operands(case, DTYPES[kernel.precision], layout)
     parts = chosen_gradients(tensors, keywords)
-    assert all(parts[part] == kernel.name for part in kernel.computes)
+    assert {parts["input"], parts["weight"]} == {kernel.name}
     for kind in ("dense", "channels last"):
         hold_against_fp64(kernel, {**case, "grad": kind}, layout)
     grad = torch.randn_like(eager(*tensors, **keywords))
     every = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
     for name, expected in zip(NAMES, every, strict=True):
+        if name == "bias" and parts[name] == kernel.name:
+            continue  # beside the weight's; by itself another kernel's
         poison()
         (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), **keywords)
         assert torch.equal(found, expected), name
@@ -238,7 +279,7 @@ def test_behind_a_normalisation(kernel, layout, kernel_size, geometry, gradients
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     _, explanation = explained(lambda: ours(*leaves, **geometry), gradients=True)
     parts = {part: c.kernel.name for parts, c in explanation.chosen for part in parts}
-    assert all(parts[part] == kernel.name for part in kernel.computes)
+    assert {parts["input"], parts["weight"]} == {kernel.name}
     transposes = [step for step in explanation.steps if "nchw -> nhwc" in step]
     assert bool(transposes) == (layout == "nchw")
     grad = torch.randn_like(composed(*tensors, **geometry))

@@ -160,6 +160,18 @@ def test_a_kernel_of_several_parts_is_taken_where_it_is_cheaper(joint, pieces):
     assert division(*SEPARATE, both) == (pieces, pytest.approx(3.0 + min(joint, 7.0)))
 
 
+@pytest.mark.parametrize("joint", [6.0, 9.5])
+@pytest.mark.parametrize("serves", [True, False], ids=["serves", "refuses"])
+def test_naming_a_kernel_leaves_others_what_it_computes_beside(joint, serves):
+    """A part of that kind is the named kernel's where that is cheaper, and never asked of it."""
+    costs = {("weight",): 8.0} | ({("weight", "bias"): joint} if serves else {})
+    kernel = ToyBackward("named", ["weight", "bias"], costs, beside=["bias"])
+    pieces, _ = division(*SEPARATE, kernel, forced="named")
+    joined = serves and joint < 8.0 + 1.0
+    assert (("named", ("weight", "bias")) in pieces) == joined
+    assert (("bias", ("bias",)) in pieces) == (not joined)
+
+
 def test_parts_that_are_not_neighbours_are_joined():
     pair = ToyBackward("pair", ["epilogue", "weight"], {("epilogue", "weight"): 1.0})
     pieces, cost = division(*SEPARATE, pair)

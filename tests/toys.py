@@ -76,10 +76,11 @@ class ToyBackward(BackwardKernel):
     """Serves these parts at this cost, once for a problem of some of them or of all; where ``cost``
     is a dict, by parts, and no others."""
 
-    def __init__(self, name, parts, cost=1.0, provider="toys", refusal=None, found=None):
+    def __init__(self, name, parts, cost=1.0, provider="toys", refusal=None, found=None, beside=()):
         self.name = name
         self.provider = provider
         self.computes = frozenset(parts)
+        self.beside = frozenset(beside)
         self.estimate = cost
         self.refusal = refusal
         self.found = found or {}

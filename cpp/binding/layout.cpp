@@ -110,8 +110,10 @@ void bind_layout(py::module_& m) {
            py::arg("sums"));
   py::class_<AddSums, Step, std::shared_ptr<AddSums>>(
       room, "AddSums", "Totals by channel, [channels], of their parts.")
-      .def(py::init<std::string, ChannelSums const&, Operand, Operand>(), py::arg("name"),
-           py::kw_only(), py::arg("problem"), py::arg("sums"), py::arg("totals"));
+      .def(py::init<std::string, ChannelSums const&, Operand, Operand, std::optional<int64_t>>(),
+           py::arg("name"), py::kw_only(), py::arg("problem"), py::arg("sums"), py::arg("totals"),
+           py::arg("samples") = py::none(),
+           "samples: of the run, where they are not the problem's batch.");
 }
 
 }  // namespace fusedconv::binding

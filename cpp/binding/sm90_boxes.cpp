@@ -23,7 +23,13 @@ void bind_weight(py::module_& room) {
           "Input channels of a block.")
       .def_property_readonly(
           "columns", [](Row const& row) { return row.block.units * kUnit; },
-          "Output channels of taps of a block.");
+          "Output channels of taps of a block.")
+      .def_property_readonly(
+          "packs", [](Row const& row) { return row.block.packs(); },
+          "Whether the input is packed before, as TF32 needs it.")
+      .def_property_readonly(
+          "transposes", [](Row const& row) { return row.block.transposes; },
+          "Whether blocks transpose it instead.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Config>(m, "Config", "How a row serves a problem of a given batch on a device.")
       .def(py::init<Row const&, Problem const&, int64_t, Device const&>(), py::arg("row"),
@@ -43,15 +49,21 @@ void bind_weight(py::module_& room) {
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
       .def_property_readonly("packed_bytes", scheduled<Config>(&Schedule::packed_bytes),
                              "Of the input, 0 where it is read as it lies.")
-      .def_property_readonly("partial_bytes", scheduled<Config>(&Schedule::partial_bytes));
+      .def_property_readonly("partial_bytes", scheduled<Config>(&Schedule::partial_bytes))
+      .def_property_readonly("sums_bias", &Config::sums_bias,
+                             "Whether the bias's gradient can be summed beside.")
+      .def_property_readonly("bias_parts", scheduled<Config>(&Schedule::bias_parts),
+                             "Sums of a channel that are left then.");
   py::class_<PackInput, Step, std::shared_ptr<PackInput>>(
       m, "PackInput", "The input as rows with packed_bytes read it, rounded to TF32.")
       .def(py::init<Config const&, Operand, Operand>(), py::arg("config"), py::kw_only(),
            py::arg("input"), py::arg("packed"));
   py::class_<SumProducts, Step, std::shared_ptr<SumProducts>>(
       m, "SumProducts", "The weight gradient in parts; both tensors are dense, channels last.")
-      .def(py::init<Config const&, Operand, Operand, Operand>(), py::arg("config"), py::kw_only(),
-           py::arg("input"), py::arg("grad_output"), py::arg("partials"));
+      .def(py::init<Config const&, Operand, Operand, Operand, Operand, int>(), py::arg("config"),
+           py::kw_only(), py::arg("input"), py::arg("grad_output"), py::arg("partials"),
+           py::arg("bias_sums") = Operand{}, py::arg("bias_channels") = 0,
+           "bias_sums: where the config sums_bias, bias_parts of each of bias_channels.");
   py::class_<AddPartials, Step, std::shared_ptr<AddPartials>>(
       m, "AddPartials", "The weight gradient from its parts, in a fixed order.")
       .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),

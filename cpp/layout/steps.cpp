@@ -88,15 +88,20 @@ void SplitPhases::run(RunContext const& context, void*) const {
                context.stream);
 }
 
-AddSums::AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals)
-    : name_(std::move(name)), problem_(problem), sums_(sums), totals_(totals) {}
+AddSums::AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals,
+                 std::optional<int64_t> samples)
+    : name_(std::move(name)),
+      problem_(problem),
+      sums_(sums),
+      totals_(totals),
+      samples_(samples.value_or(problem.batch)) {}
 
 std::string AddSums::describe() const { return name_; }
 
 std::vector<Operand> AddSums::operands() const { return {sums_, totals_}; }
 
 void AddSums::run(RunContext const& context, void*) const {
-  FUSEDCONV_CHECK(context.samples == problem_.batch, "AddSums: batch: got ", context.samples);
+  FUSEDCONV_CHECK(context.samples == samples_, "AddSums: batch: got ", context.samples);
   add_sums(problem_, context.at<float>(sums_), context.at(totals_), context.stream);
 }
 

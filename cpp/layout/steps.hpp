@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,10 +76,11 @@ class SplitPhases final : public Step {
   Operand input_, output_, sums_;
 };
 
-// Of the whole batch, problem.batch.
+// Of the whole batch: `samples`, where they are not problem.batch, as sums are of several.
 class AddSums final : public Step {
  public:
-  AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals);
+  AddSums(std::string name, ChannelSums const& problem, Operand sums, Operand totals,
+          std::optional<int64_t> samples);
 
   std::string describe() const override;
   std::vector<Operand> operands() const override;
@@ -88,6 +90,7 @@ class AddSums final : public Step {
   std::string name_;  // of the totals, for a person
   ChannelSums problem_;
   Operand sums_, totals_;
+  int64_t samples_;
 };
 
 }  // namespace fusedconv::layout

@@ -194,6 +194,9 @@ class Kernel:
     provider: str
     #: The parts of a pass that it computes, any of them or all.
     computes: frozenset[str]
+    #: Of these the ones that it computes beside others only, where at all: naming the kernel does
+    #: not ask it for them.
+    beside: frozenset[str] = frozenset()
 
     def is_named(self, names: Container[str]) -> bool:
         """Whether its name or its provider is among the names."""

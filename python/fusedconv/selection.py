@@ -186,7 +186,7 @@ def _admissible(
         return found
     names = known.forced_names(forced)
 
-    able = {part for k in known.kernels() if k.is_named(names) for part in k.computes}
+    able = {part for k in known.kernels() if k.is_named(names) for part in k.computes - k.beside}
     if not able & set(parts):
         return found
     return [candidate for candidate in found if candidate.kernel.is_named(names)]

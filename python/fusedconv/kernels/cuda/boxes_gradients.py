@@ -3,9 +3,11 @@
 The input's gradient gathers: it is an ordinary convolution of the output's gradient with the
 transposed one's stride, computed by the rows of ``boxes_sm90``; each tap reads the pixels of one
 phase of the stride. The weight's gradient multiplies boxes of the input by the same boxes of the
-output's gradient, summed over positions; in TF32 the input is packed first. Both read and write
-channels last, pixels of whole 16 bytes: tensors in NCHW, and those of other channels, are
-transposed and padded with zeros in front, and cut behind. Nothing is split into planes.
+output's gradient, summed over positions; in TF32 the input is packed first, or transposed on its
+way to the products. Where the filter is as large as its stride, the bias's is summed on the way.
+Both read and write channels last, pixels of whole 16 bytes: tensors in NCHW,
+and those of other channels, are transposed and padded with zeros in front, and cut behind. Nothing
+is split into planes.
 """
 
 from __future__ import annotations
@@ -47,12 +49,13 @@ from fusedconv.kernels.cuda.transposing import (
 )
 from fusedconv.layout import LINE_BYTES, dense, dense_strides, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
+from fusedconv.precision import COMPILED_DTYPES
 from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
 from fusedconv.support import Support
 
 # Slots of a program's pointers beside INPUT, the output's gradient, WEIGHT and OUTPUT, the input's
 # gradient.
-CONV_INPUT, GRAD_WEIGHT = range(9, 11)
+CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 
 #: Boxes by blocks of columns in a launch, and samples, are counted to.
 MOST_ITEMS = (1 << 30) - 1
@@ -69,9 +72,11 @@ class CostConstants:
     #: multiprocessor: the pixels that they read come twice as often.
     shared: float
     #: A slab's products, over their cycles at full rate, in 16 bits, and in TF32 by the input
-    #: channels that an instruction takes.
+    #: channels that an instruction takes, of an input that is packed and one that is transposed
+    #: beside.
     products: float
     from_registers: Mapping[int, float]
+    transposing: Mapping[int, float]
     #: A byte that a slab copies.
     copied: float
     #: A slab beside the longer of these.
@@ -94,6 +99,7 @@ COSTS = CostConstants(
     shared=1.15,
     products=0.98,
     from_registers={64: 1.9, 128: 1.2, 256: 1.0},
+    transposing={64: 3.0, 256: 1.9},
     copied=0.017,
     slab=100.0,
     block=9000.0,
@@ -180,20 +186,19 @@ def _rewrites_back(forward: ForwardProblem) -> bool:
     return forward.output_layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
 
 
-def _quickest(
-    served: list[tuple[Any, Any]], cycles: Callable[[Any, Any], float]
-) -> tuple[Any, Any]:
-    """Of configs and their rows the one of the fewest cycles; the first where none is supported,
-    for its reason."""
+def _quickest(served: list[tuple[Any, Any]], time: Callable[[Any, Any], float]) -> tuple[Any, Any]:
+    """Of configs and their rows the one of the least time; the first where none is supported, for
+    its reason."""
     supported = [pair for pair in served if pair[0].support]
-    return min(supported, key=lambda pair: cycles(*pair)) if supported else served[0]
+    return min(supported, key=lambda pair: time(*pair)) if supported else served[0]
 
 
 class BoxesGradients(BackwardKernel):
     """One way to form products."""
 
     provider = "boxes_gradients_sm90"
-    computes = frozenset({"input", "weight"})
+    computes = frozenset({"input", "weight", "bias"})
+    beside = frozenset({"bias"})
 
     def __init__(self, math: Any) -> None:
         traits = _C.math_traits(math)
@@ -205,7 +210,8 @@ class BoxesGradients(BackwardKernel):
             for index, row in enumerate(room.rows())
             if row.math == math and row.segments == 1 and not row.planes
         ]
-        self._weight_rows = [
+        #: Of ``_C.sm90.boxes.weight.rows()``.
+        self.weight_rows = [
             index for index, row in enumerate(room.weight.rows()) if row.math == math
         ]
 
@@ -224,9 +230,16 @@ class BoxesGradients(BackwardKernel):
         if not 0 < forward.batch <= MOST_SAMPLES:
             return Support.no(f"batch is {forward.batch}, 1 to {MOST_SAMPLES} are served")
         if "weight" in wanted:
-            support = Support.of(self._weight(problem, device)[0].support)
-            if not support:
-                return support
+            config, _ = self._weight(problem, device)
+            if not config.support:
+                return Support.of(config.support)
+            if "bias" in wanted and not config.sums_bias:
+                return Support.no(
+                    "sums the bias's gradient where the filter is as large as its stride, and "
+                    "nothing is padded"
+                )
+        elif "bias" in wanted:
+            return Support.no("sums the bias's gradient beside the weight's only")
         if "input" in wanted:
             config = self._input(problem, device)[0]
             if not config.support:
@@ -285,19 +298,44 @@ class BoxesGradients(BackwardKernel):
         aligned = problem.aligned or _rewrites_grad(problem)
         served = forward.conv, forward.spatial, aligned, forward.dtype, forward.batch, device
         rows = _C.sm90.boxes.weight.rows()
+        pairs = [(_weight_config(index, *served), rows[index]) for index in self.weight_rows]
+        if "bias" in problem.gradients:
+            pairs = [pair for pair in pairs if pair[0].sums_bias] or pairs
         return _quickest(
-            [(_weight_config(index, *served), rows[index]) for index in self._weight_rows],
-            lambda config, row: self._weight_cycles(config, row, device, COSTS),
+            pairs,
+            lambda config, row: self._weight_milliseconds(config, row, problem, device, COSTS),
         )
 
-    def _weight_cycles(self, config: Any, row: Any, device: Device, costs: CostConstants) -> float:
+    def _weight_milliseconds(
+        self,
+        config: Any,
+        row: Any,
+        problem: BackwardProblem,
+        device: Device,
+        costs: CostConstants,
+    ) -> float:
+        """Of its launches, but for what a launch takes by itself."""
         area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
-        products = costs.from_registers[row.channels] if config.packed_bytes else costs.products
+        products = costs.products
+        if row.packs:
+            products = costs.from_registers[row.channels]
+        elif row.transposes:
+            products = costs.transposing[row.channels]
         slab = costs.slab + max(
             area / PRODUCTS_PER_CYCLE * products, config.stage_bytes * costs.copied
         )
         waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
-        return waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
+        cycles = waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
+        total = max(cycles * 1e3 / device.clock_hertz, self._bytes_bound(problem, device, costs))
+        total += costs.partials * device.copy_milliseconds(config.partial_bytes)
+        return total + costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
+
+    def _bytes_bound(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds that reading what one of the gradients reads takes, and writing that."""
+        forward = problem.forward
+        elements = padded_elements(forward.input_shape, forward.dtype)
+        elements += padded_elements(forward.output_shape, forward.dtype)
+        return costs.moved * device.copy_milliseconds(elements * forward.dtype.itemsize)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
@@ -308,7 +346,6 @@ class BoxesGradients(BackwardKernel):
         size = forward.dtype.itemsize
         padded_input = padded_elements(forward.input_shape, forward.dtype)
         padded_output = padded_elements(forward.output_shape, forward.dtype)
-        bytes_bound = costs.moved * device.copy_milliseconds((padded_input + padded_output) * size)
         total, launches = 0.0, 1  # of one plan, however many parts it computes
         rewritten = 0  # elements that are read and written
         if _rewrites_grad(problem):
@@ -317,6 +354,7 @@ class BoxesGradients(BackwardKernel):
         if "input" in wanted:
             config, row = self._input(problem, device)
             cycles = self._input_cycles(config, row, forward, device, costs)
+            bytes_bound = self._bytes_bound(problem, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
             launches += 2
@@ -325,11 +363,8 @@ class BoxesGradients(BackwardKernel):
                 launches += 1
         if "weight" in wanted:
             config, row = self._weight(problem, device)
-            cycles = self._weight_cycles(config, row, device, costs)
-            total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
-            total += costs.partials * device.copy_milliseconds(config.partial_bytes)
-            total += costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
-            launches += 2 + (config.packed_bytes > 0)
+            total += self._weight_milliseconds(config, row, problem, device, costs)
+            launches += 2 + (config.packed_bytes > 0) + ("bias" in wanted)
             if _rewrites_input(forward):
                 rewritten += forward.input_elements + padded_input
                 launches += 1
@@ -382,8 +417,23 @@ class BoxesGradients(BackwardKernel):
                 compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
                 given = packed
             partials = program.scratch(0, config.partial_bytes)
+            totals = _C.layout.ChannelSums(
+                batch=1,
+                channels=conv.out_channels,
+                parts=config.bias_parts,
+                dtype=COMPILED_DTYPES[forward.dtype],
+            )
+            sums_bias = "bias" in wanted
+            sums = program.scratch(0, totals.bytes) if sums_bias else program.absent
             compiled.per_chunk(
-                room.SumProducts(config, input=given, grad_output=grad, partials=partials)
+                room.SumProducts(
+                    config,
+                    input=given,
+                    grad_output=grad,
+                    partials=partials,
+                    bias_sums=sums,
+                    bias_channels=conv.out_channels,
+                )
             )
             compiled.per_chunk(
                 room.AddPartials(
@@ -393,6 +443,16 @@ class BoxesGradients(BackwardKernel):
                     grad_weight=compiled.tensor(GRAD_WEIGHT, 0),
                 )
             )
+            if sums_bias:
+                compiled.per_chunk(
+                    _C.layout.AddSums(
+                        "gradient of bias",
+                        problem=totals,
+                        sums=sums,
+                        totals=compiled.tensor(GRAD_BIAS, 0),
+                        samples=forward.batch,
+                    )
+                )
         return compiled
 
     def _add_input_steps(
@@ -481,9 +541,9 @@ class BoxesGradientsPlan(BackwardPlan):
         if grad.data_ptr() % LINE_BYTES:  # what tensor copies and whole vectors begin at
             grad = grad.clone()
         empty = allocator(grad.device)
-        slots: list[Any] = [None] * (GRAD_WEIGHT + 1)
+        slots: list[Any] = [None] * (GRAD_BIAS + 1)
         slots[INPUT] = grad
-        grad_input = grad_weight = None
+        grad_input = grad_weight = grad_bias = None
         if "input" in wanted:
             slots[WEIGHT] = tensors.weight
             slots[OUTPUT] = grad_input = empty(*self._input, grad.dtype)
@@ -493,8 +553,11 @@ class BoxesGradientsPlan(BackwardPlan):
                 x = x.clone()
             slots[CONV_INPUT] = x
             slots[GRAD_WEIGHT] = grad_weight = empty(*self._weight, grad.dtype)
+        if "bias" in wanted:
+            channels = self._weight[0][1]  # of the only group
+            slots[GRAD_BIAS] = grad_bias = empty((channels,), (1,), grad.dtype)
         run_program(self._program, grad.device, slots)
-        return Gradients(input=grad_input, weight=grad_weight)
+        return Gradients(input=grad_input, weight=grad_weight, bias=grad_bias)
 
 
 def kernels() -> list[Kernel]:

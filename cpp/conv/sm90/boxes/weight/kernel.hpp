@@ -3,10 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "conv/sm90/boxes/operand.hpp"
 #include "conv/sm90/boxes/traits.hpp"
+#include "conv/sm90/boxes/weight/barriers.hpp"
+#include "conv/sm90/boxes/weight/bias_sums.hpp"
 #include "conv/sm90/boxes/weight/params.hpp"
+#include "conv/sm90/boxes/weight/transpose.hpp"
 #include "conv/sm90/partial_sums.hpp"
 #include "conv/sm90/wait.hpp"
 #include "conv/sm90/wgmma.hpp"
@@ -28,14 +32,17 @@ struct Instruction;
 #define FUSEDCONV_INSTRUCTION(columns)                                                        \
   template <>                                                                                 \
   struct Instruction<Math::kTf32, columns> {                                                  \
+    using Element = float;                                                                    \
     using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_RS_TN<>;                               \
   };                                                                                          \
   template <>                                                                                 \
   struct Instruction<Math::kF16, columns> {                                                   \
+    using Element = __half;                                                                   \
     using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<gmma::Major::MN, gmma::Major::MN>;   \
   };                                                                                          \
   template <>                                                                                 \
   struct Instruction<Math::kBF16, columns> {                                                  \
+    using Element = __nv_bfloat16;                                                            \
     using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>; \
   };
 FUSEDCONV_INSTRUCTION(256)
@@ -43,12 +50,17 @@ FUSEDCONV_INSTRUCTION(128)
 FUSEDCONV_INSTRUCTION(64)
 #undef FUSEDCONV_INSTRUCTION
 
-template <Math kMath_, int kChannels, int kUnits>
+template <Math kMath_, int kChannels, int kUnits, bool kTransposes, bool kSumsBias_ = false>
 struct Traits {
   static constexpr Math kMath = kMath_;
   static constexpr bool kFromRegisters = kMath == Math::kTf32;
-  static constexpr Block kBlock{
-      .channels = kChannels, .units = kUnits, .from_registers = kFromRegisters};
+  static constexpr Block kBlock{.channels = kChannels,
+                                .units = kUnits,
+                                .from_registers = kFromRegisters,
+                                .transposes = kTransposes};
+  static_assert(kFromRegisters || !kTransposes);
+  static constexpr bool kSumsBias = kSumsBias_;
+  static_assert(kBlock.sums_bias() || !kSumsBias);
   // Consumers divide the input channels, or else the units.
   static constexpr bool kDividesChannels = !kFromRegisters && kChannels == kConsumers;
   static constexpr int kOwnUnits = kDividesChannels ? kUnits : kUnits / kConsumers;
@@ -56,6 +68,7 @@ struct Traits {
   static_assert(kDividesChannels || kFromRegisters || kChannels == 1);
   static constexpr int kColumns = (kFromRegisters ? kChannels : kOwnUnits) * kUnit;
   using Mma = typename Instruction<kMath, kColumns>::Mma;
+  using Element = typename Instruction<kMath, kColumns>::Element;
 
   static constexpr int kInstructionSums = kColumns / 2;  // of a thread
   static constexpr int kInstructions = kFromRegisters ? kOwnUnits : 1;
@@ -63,12 +76,11 @@ struct Traits {
   static constexpr int kStepPositions = kFromRegisters ? 8 : 16;  // of an instruction
   static constexpr int kSteps = kBlock.positions() / kStepPositions;
   static constexpr int kStageBytes = Memory::stage_bytes(kBlock);
+  // What transposes holds a box in registers.
+  static constexpr int kRegistersMoved = kTransposes ? 8 : 0;
+  static constexpr int kOwnRegisters = kConsumerRegisters - kRegistersMoved;
+  static constexpr int kOtherRegisters = kCopyRegisters + kConsumers * kRegistersMoved;
 };
-
-struct Barriers {
-  uint64_t full[kMostStages], empty[kMostStages];
-};
-static_assert(sizeof(Barriers) <= Memory::kBarrierBytes);
 
 template <class Traits>
 __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Barriers& barriers,
@@ -79,11 +91,12 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
   BlockWork const work(p);
   Task const task(p, work.task);
   int const first_channel = task.channel_block * kBlock.channels;
-  int const packed_bytes = min(kBlock.channels, p.all_channels - first_channel) * kTileBytes;
   int const first_unit = task.unit_block * kBlock.units;
   int const units = min(kBlock.units, p.units - first_unit);
-  int const bytes = units * kBoxes * p.box_bytes +
-                    (Traits::kFromRegisters ? packed_bytes : kBlock.channels * p.box_bytes);
+  int const input_bytes = kBlock.packs()
+                              ? min(kBlock.channels, p.all_channels - first_channel) * kTileBytes
+                              : kBlock.channels * kBoxes * p.box_bytes;
+  int const bytes = units * kBoxes * p.box_bytes + input_bytes;
   device::RingCursor cursor;
   cursor.parity = 1;
   int const last = work.last(p);
@@ -93,16 +106,17 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
     unsigned char* tile = shared + cursor.stage * Traits::kStageBytes;
     wait_for(&barriers.empty[cursor.stage], cursor.parity);
     device::arrive_and_expect(full, bytes);
-    if constexpr (Traits::kFromRegisters) {
+    if constexpr (kBlock.packs()) {
       device::bulk_load(device::shared_address(tile),
                         p.packed + (int64_t(slab) * p.all_channels + first_channel) * kTileBytes,
-                        packed_bytes, full);
+                        input_bytes, full);
       tile += kBlock.channels * kTileBytes;
     } else {
 #pragma unroll
-      for (int i = 0; i < kBlock.channels; ++i, tile += kTileBytes) {
-        cute::SM90_TMA_LOAD_5D::copy(&maps.input, full, kHint, tile, (first_channel + i) * kUnit,
-                                     at.w, at.h, at.d, at.sample);
+      for (int i = 0; i < kBlock.channels * kBoxes; ++i, tile += kTileBytes / kBoxes) {
+        cute::SM90_TMA_LOAD_5D::copy(&maps.input, full, kHint, tile,
+                                     first_channel * kUnit + i * (kUnit / kBoxes), at.w, at.h, at.d,
+                                     at.sample);
       }
     }
 #pragma unroll 1
@@ -158,6 +172,10 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       operand(units, gmma::LayoutType::B128, kTileBytes, kRows);
   [[maybe_unused]] UnitRow const row(units, thread);
   BlockWork const work(p);
+  Task const task(p, work.task);
+  int const first_unit = task.unit_block * kBlock.units;
+  using Bias = std::conditional_t<Traits::kFromRegisters, BiasOfWords<Traits>, BiasOfTiles<Traits>>;
+  [[maybe_unused]] auto bias = Bias::of(consumer, thread);
   int left = work.last(p) - work.first(p);
   float sums[kInstructions][kSums];
 #pragma unroll
@@ -189,6 +207,13 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
             row.load(offset + u * kTileBytes + i * kRows, words[u][i]);
           }
         }
+        if constexpr (Traits::kSumsBias) {
+#pragma unroll
+          for (int u = 0; u < kInstructions; ++u) bias.add_and_round(u, words[u]);
+        }
+        if constexpr (kBlock.transposes) {
+          wait_for(&barriers.transposed[cursor.stage], cursor.parity);
+        }
         cute::warpgroup_arrive();
 #pragma unroll
         for (int u = 0; u < kInstructions; ++u) {
@@ -214,6 +239,9 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
                                          sums[0], Indices{});
         }
         cute::warpgroup_commit_batch();
+        if constexpr (Traits::kSumsBias) {
+          bias.add(shared + offset + kBlock.channels * kTileBytes);
+        }
         cute::warpgroup_wait<1>();
         if (in_flight >= 0 && signals) device::arrive(&barriers.empty[in_flight]);
         in_flight = cursor.stage;
@@ -238,6 +266,9 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     }
     first = false;
   }
+  if constexpr (Traits::kSumsBias) {
+    if (task.channel_block == 0) bias.leave(p, work, first_unit);
+  }
 }
 
 template <class Traits>
@@ -249,10 +280,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
       device::init_barrier(&barriers.empty[i], kConsumers * kWarpgroupWarps);
+      device::init_barrier(&barriers.transposed[i], kInputBoxes<Traits>);
     }
     device::fence_barrier_init();
   }
-  // Positions that no box has are zeros, in both operands: packed ones come with them.
+  // Positions that no box has are zeros, in both operands: packed and transposed ones come so.
   constexpr int kBoxes = Traits::kBlock.unit_boxes();
   constexpr int kBoxBytes = kTileBytes / kBoxes;
   int const tail = kBoxBytes - p.box_bytes;
@@ -269,11 +301,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
   if (role == kConsumers) {
-    cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kOtherRegisters>();
     if (threadIdx.x == kConsumers * kWarpgroupThreads) fill_ring<Traits>(p, maps, barriers, shared);
+    if constexpr (Traits::kBlock.transposes) {
+      int const warp = int(threadIdx.x) / 32 - kConsumers * kWarpgroupWarps - 1;
+      if (warp >= 0) {
+        transpose_boxes<Traits>(p, barriers, shared, warp, int(threadIdx.x) % 32);
+      }
+    }
     return;
   }
-  cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+  cutlass::arch::warpgroup_reg_alloc<Traits::kOwnRegisters>();
   consume<Traits>(p, barriers, shared, role, int(threadIdx.x) % kWarpgroupThreads);
 }
 

@@ -13,9 +13,9 @@
 
 namespace fusedconv::conv::sm90::boxes::weight {
 
-template <Math kMath, int kChannels, int kUnits>
-void launch(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &sum_products<Traits<kMath, kChannels, kUnits>>;
+template <class Traits>
+void launch_kernel(Arguments const& a, cudaStream_t stream) {
+  constexpr auto kernel = &sum_products<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   int const batch = int(config.batch);
@@ -26,13 +26,24 @@ void launch(Arguments const& a, cudaStream_t stream) {
                                     Params::of(a), maps_of(a)));
 }
 
-template <Math kMath, int kChannels, int kUnits>
+template <Math kMath, int kChannels, int kUnits, bool kTransposes>
+void launch(Arguments const& a, cudaStream_t stream) {
+  if constexpr (Traits<kMath, kChannels, kUnits, kTransposes>::kBlock.sums_bias()) {
+    if (a.bias_sums != nullptr) {
+      return launch_kernel<Traits<kMath, kChannels, kUnits, kTransposes, true>>(a, stream);
+    }
+  }
+  launch_kernel<Traits<kMath, kChannels, kUnits, kTransposes>>(a, stream);
+}
+
+template <Math kMath, int kChannels, int kUnits, bool kTransposes = false>
 void append_row(std::vector<Row>& rows) {
-  rows.push_back({.name = detail::join("sm90_boxes_weight_", traits_of(kMath).name, "_",
-                                       kChannels * kUnit, "x", kUnits * kUnit),
-                  .math = kMath,
-                  .block = Traits<kMath, kChannels, kUnits>::kBlock,
-                  .launch = &launch<kMath, kChannels, kUnits>});
+  rows.push_back(
+      {.name = detail::join("sm90_boxes_weight_", traits_of(kMath).name, "_", kChannels * kUnit,
+                            "x", kUnits * kUnit, kTransposes ? "_transposing" : ""),
+       .math = kMath,
+       .block = Traits<kMath, kChannels, kUnits, kTransposes>::kBlock,
+       .launch = &launch<kMath, kChannels, kUnits, kTransposes>});
 }
 
 template <Math kMath>
@@ -41,6 +52,8 @@ void append_rows(std::vector<Row>& rows) {
     append_row<kMath, 4, 2>(rows);
     append_row<kMath, 2, 4>(rows);
     append_row<kMath, 1, 8>(rows);
+    append_row<kMath, 4, 2, true>(rows);
+    append_row<kMath, 1, 8, true>(rows);
   } else {
     append_row<kMath, 2, 4>(rows);
     append_row<kMath, 1, 4>(rows);

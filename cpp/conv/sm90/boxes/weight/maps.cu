@@ -14,13 +14,16 @@ Maps maps_of(Arguments const& a) {
                       element);
   };
   Maps maps;
-  if (!config.row->block.from_registers) {
+  if (!config.row->block.packs()) {
     maps.input = encoded(config, batch, config.row->math, a.input,
                          axes_of(p.output_channels, output_pixels(p)));
   }
+  // The bias's sums are of what is not rounded yet.
+  bool const rounds = a.bias_sums == nullptr || !config.row->block.from_registers;
+  Math const gradient = rounds ? config.row->math : Math::kF32;
   for_each_source(p, s.gather, axes_of(p.channels, input_pixels(p)), a.grad_output,
                   [&](std::size_t i, void const* base, MapAxes const& axes) {
-                    maps.sources[i] = encoded(config, batch, config.row->math, base, axes);
+                    maps.sources[i] = encoded(config, batch, gradient, base, axes);
                   });
   return maps;
 }

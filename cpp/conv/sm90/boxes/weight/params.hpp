@@ -20,6 +20,8 @@ struct Maps {
 struct Params {
   float* partials;
   unsigned char const* packed;  // the input, where it is
+  float* bias_sums;             // of a channel its parts beside each other
+  int bias_channels, bias_parts, taps_read;
   int splits, stages;
   int64_t slabs;
   int units;         // of all taps
@@ -38,7 +40,11 @@ inline Params Params::of(Arguments const& a) {
   Schedule const& s = a.config.schedule;
   Params p{};
   p.partials = a.partials;
-  if (a.config.row->block.from_registers) p.packed = static_cast<unsigned char const*>(a.input);
+  if (a.config.row->block.packs()) p.packed = static_cast<unsigned char const*>(a.input);
+  p.bias_sums = a.bias_sums;
+  p.bias_channels = a.bias_channels;
+  p.bias_parts = s.bias_parts;
+  p.taps_read = int(s.gather.taps.size());
   p.splits = s.splits;
   p.stages = s.stages;
   p.slabs = s.slabs.all();

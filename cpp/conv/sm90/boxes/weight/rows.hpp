@@ -14,12 +14,15 @@ namespace fusedconv::conv::sm90::boxes::weight {
 struct Config;
 
 // The input and the output's gradient, dense and channels last; the input packed by pack_input()
-// where the row's block takes the gradient from registers. partials: schedule.partial_bytes.
+// where the row's block packs. partials: schedule.partial_bytes.
 struct Arguments {
   Config const& config;
   void const* input = nullptr;
   void const* grad_output = nullptr;
   float* partials = nullptr;
+  // Of so many output channels schedule.bias_parts each, where the config sums the bias.
+  float* bias_sums = nullptr;
+  int bias_channels = 0;
 };
 
 // One compiled kernel.
@@ -51,6 +54,8 @@ struct Config {
   Config(Row const& row, Problem const& problem, int64_t batch, Device const& device);
 
   MathTraits const& traits() const { return traits_of(row->math); }
+  // Whether the row sums the bias's gradient on the way.
+  bool sums_bias() const { return row->block.sums_bias() && schedule.reads_once; }
 };
 
 }  // namespace fusedconv::conv::sm90::boxes::weight

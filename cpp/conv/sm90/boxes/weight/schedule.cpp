@@ -1,5 +1,6 @@
 #include "conv/sm90/boxes/weight/schedule.hpp"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -47,7 +48,12 @@ Schedule schedule_of(Problem const& p, int64_t batch, Math math, Block const& bl
     return refused("its stages do not fit the shared memory of a multiprocessor");
   }
   s.shared_bytes = Memory::bytes(block, s.stages);
-  if (block.from_registers) s.packed_bytes = slabs * s.all_channels * kTileBytes;
+  if (block.packs()) s.packed_bytes = slabs * s.all_channels * kTileBytes;
+  s.reads_once = std::ranges::all_of(p.axes, [](AxisProblem const& axis) {
+    return axis.kernel == axis.stride && axis.dilation == 1 && axis.padding == 0 &&
+           axis.input == int64_t(axis.output) * axis.stride;
+  });
+  s.bias_parts = int(s.splits * s.gather.taps.size()) * block.bias_shares();
   s.partial_bytes =
       tasks * s.splits * block.channels * block.units * kUnit * kUnit * int64_t(sizeof(float));
   return s;

@@ -7,7 +7,9 @@
 //
 // In 16 bits the instruction reads operands whose positions are apart: M counts input channels, N
 // units, boxes of both. TF32 has no such operands: M counts a unit's output channels, which threads
-// load to registers; N counts input channels, packed before with positions beside each other.
+// load to registers; N counts input channels with positions beside each other, as a pass in front
+// has packed them, or as warps of the block transpose boxes in shared memory: that saves the pass
+// where memory bounds the products, and takes longer where shared memory does.
 //
 // Positions outside are zeros of one operand beside what the other has there: an infinite value may
 // leave NaN in more taps than it is a factor of.
@@ -28,6 +30,7 @@ namespace fusedconv::conv::sm90::boxes::weight {
 inline constexpr int kUnit = 64;                        // channels
 inline constexpr int kTileBytes = kSlab * kChunkBytes;  // of a slab and kUnit channels
 inline constexpr int kFewestStages = 3;
+inline constexpr int kConsumerWarps = 4;
 // Slabs after which accumulators are added to the block's partial sums: the tensor core drops bits
 // in every addition to an accumulator, of which a slab makes four. After 512 additions sums of one
 // sign are 3e-5 of themselves too small; a fourth of them would cost up to a fourth of the time.
@@ -39,11 +42,19 @@ struct Block {
   int channels = 0;             // of the input, times kUnit
   int units = 0;                // of the gradient
   bool from_registers = false;  // the gradient, as TF32 needs it
+  bool transposes = false;      // boxes of the input, then; else they are packed before
 
+  constexpr bool packs() const { return from_registers && !transposes; }
   constexpr int tiles() const { return channels + units; }  // of a stage
-  // Of a slab, and how many boxes of kChunkBytes of each pixel a unit is.
+  // Of a slab, and how many boxes of kChunkBytes of each pixel kUnit channels are.
   constexpr int positions() const { return from_registers ? kSlab / 2 : kSlab; }
   constexpr int unit_boxes() const { return from_registers ? 2 : 1; }
+  // Whether its kernels sum the bias's gradient on the way, and in how many shares of a unit's
+  // positions: each of the consumers' warps has one unit's, or all have their own rows.
+  constexpr bool sums_bias() const { return !packs(); }
+  constexpr int bias_shares() const {
+    return from_registers ? 1 : kConsumers * kConsumerWarps / units;
+  }
 };
 
 struct Schedule {
@@ -61,6 +72,8 @@ struct Schedule {
   int shared_bytes = 0;
   int64_t packed_bytes = 0;  // of the input, where it is packed
   int64_t partial_bytes = 0;
+  bool reads_once = false;  // each pixel of the gradient, at one tap
+  int bias_parts = 0;       // of each output channel's sum, where a block sums it on the way
 };
 
 // problem: of the input's gradient, which gathers: its channels are output channels of the

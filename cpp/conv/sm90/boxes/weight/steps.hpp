@@ -16,13 +16,12 @@ inline void check_whole(Config const& config, RunContext const& context) {
   expect<Config, int64_t>(config, "batch", context.samples, config.batch);
 }
 
-// packed: config.schedule.packed_bytes, for SumProducts of rows that take the gradient from
-// registers.
+// packed: config.schedule.packed_bytes, for SumProducts of rows that pack.
 class PackInput final : public Step {
  public:
   PackInput(Config const& config, Operand input, Operand packed)
       : config_(served(config)), input_(input), packed_(packed) {
-    expect(config, "whether the input is packed", config.row->block.from_registers, true);
+    expect(config, "whether the input is packed", config.row->block.packs(), true);
   }
 
   std::string describe() const override { return "pack the input (rounded to TF32)"; }
@@ -38,29 +37,46 @@ class PackInput final : public Step {
 };
 
 // input: packed, where the config has packed_bytes. partials: config.schedule.partial_bytes, for
-// AddPartials.
+// AddPartials. bias_sums: absent, or of bias_channels the config's bias_parts each, for
+// layout::AddSums, where the config sums_bias.
 class SumProducts final : public Step {
  public:
-  SumProducts(Config const& config, Operand input, Operand grad_output, Operand partials)
-      : config_(served(config)), input_(input), grad_output_(grad_output), partials_(partials) {}
+  SumProducts(Config const& config, Operand input, Operand grad_output, Operand partials,
+              Operand bias_sums, int bias_channels)
+      : config_(served(config)),
+        input_(input),
+        grad_output_(grad_output),
+        partials_(partials),
+        bias_sums_(bias_sums),
+        bias_channels_(bias_channels) {
+    if (bias_sums.present()) {
+      expect(config, "whether the bias's gradient is summed", config.sums_bias(), true);
+    }
+  }
 
   std::string describe() const override {
-    return detail::join(config_.row->name, " (weight gradient, ", config_.schedule.splits,
+    return detail::join(config_.row->name, " (weight gradient",
+                        bias_sums_.present() ? " and bias's, " : ", ", config_.schedule.splits,
                         config_.schedule.splits == 1 ? " part)" : " parts)");
   }
-  std::vector<Operand> operands() const override { return {input_, grad_output_, partials_}; }
+  std::vector<Operand> operands() const override {
+    return {input_, grad_output_, partials_, bias_sums_};
+  }
   void run(RunContext const& context, void*) const override {
     check_whole(config_, context);
     config_.row->launch({.config = config_,
                          .input = context.at(input_),
                          .grad_output = context.at(grad_output_),
-                         .partials = context.at<float>(partials_)},
+                         .partials = context.at<float>(partials_),
+                         .bias_sums = context.at<float>(bias_sums_),
+                         .bias_channels = bias_channels_},
                         context.stream);
   }
 
  private:
   Config config_;
-  Operand input_, grad_output_, partials_;
+  Operand input_, grad_output_, partials_, bias_sums_;
+  int bias_channels_;
 };
 
 // target: as add_partials() takes it.

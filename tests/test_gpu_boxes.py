@@ -27,6 +27,7 @@ from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
 from fusedconv.registry import registry
+from fusedconv.selection import clear_cache
 
 pytestmark = pytest.mark.gpu
 
@@ -154,6 +155,95 @@ def limit_of(plain, tensors, exact, precision: str) -> float:
         rounded = plain(round_to_tf32(x).double(), round_to_tf32(weight).double(), *wide)
         error = max(error, relative_error(rounded, exact))
     return bound(error, precision)
+
+
+#: How GroupNorm's moments are had: by a pass over the convolution's output, in its epilogue, or by
+#: convolving twice, with nothing stored in between.
+WAYS = ("pass", "once", "twice")
+
+
+@pytest.fixture
+def moments_by(monkeypatch):
+    """moments_by(way): wherever a row can; the list has an entry for each time that it could."""
+
+    def use(way: str) -> list[bool]:
+        could: list[bool] = []
+
+        def noted(able: Any) -> Any:
+            def ask(*args: Any) -> bool:
+                if able(*args):
+                    could.append(True)
+                    return True
+                return False
+
+            return ask
+
+        def never(*args: Any) -> bool:
+            return False
+
+        once = noted(BoxesSm90.can_take_moments) if way == "once" else never
+        twice = noted(BoxesSm90.can_compute_twice) if way == "twice" else never
+        monkeypatch.setattr(BoxesSm90, "takes_moments", once)
+        monkeypatch.setattr(BoxesSm90, "computes_twice", twice)
+        clear_cache()
+        return could
+
+    yield use
+    clear_cache()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_ways_to_moments(kernel, way, force, moments_by):
+    """Of random problems, with slabs that reach beyond some phases' pixels and large means."""
+    force(kernel.name)
+    generator = random.Random(f"{way} {kernel.name}")
+    could = moments_by(way)
+    served = drawn = 0
+    while served < RANDOM_PROBLEMS // 2:
+        case = served_problem(kernel, generator)
+        if case.pop("empty") or case["groups"] is None:
+            continue
+        if way == "twice":
+            case |= {"order": "norm_act", "saves": False}
+        torch.manual_seed(drawn)
+        drawn += 1
+        served += fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
+        assert drawn <= 3 * RANDOM_PROBLEMS
+    assert way == "pass" or could
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_groups_of_equal_values_and_saved_statistics(kernel, way, force, moments_by):
+    """Without an input's say a group is its bias: nothing is left of it, whatever that is. What is
+    saved for the backward pass is of what is stored."""
+    row, precision = kernel.row, kernel.precision
+    stride = row.segments if row.segments > 1 else 2
+    if stride == 8:
+        pytest.skip("more phases than a layer here has")
+    force(kernel.name)
+    moments_by(way)
+    layout = "nchw" if row.planes else "nhwc"
+    x, weight, bias = layer(precision, layout, out=40, kernel=stride, spatial=(11, 16))
+    bias = (bias * 0 + 1000.0 * torch.rand_like(bias)).to(bias.dtype)
+    keywords = dict(stride=stride, activation="relu", order="norm_act", norm="instance")
+    with torch.no_grad():
+        poison()
+        found = conv_transpose_act_norm(x, torch.zeros_like(weight), bias, **keywords)
+        assert found.abs().max() == 0.0
+    if way == "twice":
+        return
+    geometry = (stride, stride), (0, 0), (0, 0), (1, 1), 1
+    call = ops.ConvCall(
+        x, weight, bias, *geometry, "relu", "norm_act", 40, None, None, 1e-5, None, None, "group"
+    )
+    poison()
+    found = ops.conv_plan(call, True).run(*call.tensors)
+    stored = found.conv_output.double().flatten(2)
+    assert relative_error(found.mean, stored.mean(2)) < 1e-6
+    rstd = (stored.var(2, correction=0) + 1e-5).rsqrt()
+    assert relative_error(found.rstd, rstd) < 1e-4
 
 
 @PRECISIONS

@@ -136,6 +136,11 @@ void bind_sm90_boxes(py::module_& room) {
            "Pairs of boxes, which a block multiplies at a time.")
       .def_property_readonly("holds_pixels", &Config::holds_pixels,
                              "Whether a block has all channels of its pixels.")
+      .def_property_readonly("suits_moments", &Config::suits_moments,
+                             "Whether boxes of one sample each are nearly as few as those of any.")
+      .def_property_readonly("partial_slots", &Config::partial_slots,
+                             "Partial moments of a channel in a sample.")
+      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample)
       .def(
           "box",
           [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
@@ -143,14 +148,16 @@ void bind_sm90_boxes(py::module_& room) {
   m.attr("block_positions") = kConsumers * kSlab;
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
-  bind_convolve<Config>(m);
+  bind_convolve_steps<Config>(m);
   py::class_<ConvolveNormalizing, Step, std::shared_ptr<ConvolveNormalizing>>(
       m, "ConvolveNormalizing",
-      "Convolution, bias, LayerNorm over the channels of a pixel, and activation.")
+      "Convolution, bias, LayerNorm over the channels of a pixel or GroupNorm by statistics, and "
+      "activation.")
       .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
-                    Operand, Operand>(),
+                    Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("norm"), py::arg("input"), py::arg("filter"),
-           py::arg("bias"), py::arg("weight"), py::arg("norm_bias"), py::arg("output"));
+           py::arg("bias"), py::arg("statistics") = Operand{}, py::arg("weight"),
+           py::arg("norm_bias"), py::arg("output"));
   bind_weight(m);
 }
 

@@ -69,11 +69,23 @@ __device__ __forceinline__ void finish_copies(Consumer const& self) {
 // biased sum; the output, from sums or from what is saved of them.
 enum class Result { kSaved, kOutput };
 
+// GroupNorm of a channel of a sample as a scale and a shift.
+__device__ __forceinline__ float2 scale_and_shift_of(Params const& p, int sample, int channel) {
+  GroupStatistics const& g = p.group;
+  int group, within;
+  p.group_channels(group, within, channel);
+  groupnorm::Statistics const own = g.statistics[sample * g.groups + group];
+  float const weight = g.weight ? device::load_as_float(g.weight, channel, g.dtype) : 1.0f;
+  float const bias = g.bias ? device::load_as_float(g.bias, channel, g.dtype) : 0.0f;
+  float const scale = own.rstd * weight;
+  return {scale, fmaf(-own.low, scale, fmaf(-own.mean, scale, bias))};
+}
+
 // Adds the bias unless it has been added, and scales and shifts the output.
 template <class Traits>
 __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& block,
-                                                Consumer const& self, Result result, float2* linear,
-                                                Sums<Traits>& sums) {
+                                                Slab const& slab, Consumer const& self,
+                                                Result result, float2* linear, Sums<Traits>& sums) {
   using T = typename Traits::Element;
   bool const biases = p.bias != nullptr && (result == Result::kSaved || !p.saves);
   bool const scales = p.scale != nullptr && result == Result::kOutput;
@@ -84,9 +96,12 @@ __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& bl
     bool const own = at.present && at.channel < p.own_channels;
     float const bias =
         biases && own ? device::to_float(static_cast<T const*>(p.bias)[at.channel]) : 0.0f;
-    float const scale = scales && own ? p.scale[at.channel] : 1.0f;
-    float const shift = shifts && own ? p.shift[at.channel] : 0.0f;
-    linear[i] = {scale, fmaf(bias, scale, shift)};
+    float2 map = {scales && own ? p.scale[at.channel] : 1.0f,
+                  shifts && own ? p.shift[at.channel] : 0.0f};
+    if (p.group.statistics != nullptr && own) {
+      map = scale_and_shift_of(p, slab.sample, at.channel);
+    }
+    linear[i] = {map.x, fmaf(bias, map.x, map.y)};
   }
   self.sync();
 #pragma unroll

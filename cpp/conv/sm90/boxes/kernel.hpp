@@ -6,6 +6,7 @@
 
 #include "conv/sm90/boxes/copies.hpp"
 #include "conv/sm90/boxes/epilogue.hpp"
+#include "conv/sm90/boxes/moments.hpp"
 #include "conv/sm90/boxes/operand.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
@@ -36,7 +37,62 @@ __device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_byt
   }
 }
 
-template <class Traits, bool kNormalizes>
+// What an epilogue does beside adding the bias, an affine map, activating and storing: a kernel of
+// its own each, as the others' would be the slower for it.
+enum class Extra { kNone, kNormalizesPixels, kTakesMoments };
+
+// The results of a slab. Loops keep the code there once.
+template <class Traits, Extra kExtra>
+__device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
+                                       Slab const& slab, Consumer const& self, Sums<Traits>& sums,
+                                       unsigned char* staged) {
+  auto* const by_column = reinterpret_cast<float2*>(staged);
+  auto const round = [&] {
+    for_each_sum<Traits>(
+        sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });
+  };
+  auto const activate = [&] {
+    dispatch_activation(p.activation, [&](auto form) {
+      for_each_sum<Traits>(sums,
+                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
+    });
+  };
+  if constexpr (kExtra == Extra::kTakesMoments) {
+    // Of nothing but moments the bias is added to the means.
+    bool const biases = p.stores || p.activation != Activation::kIdentity;
+    if (biases) scale_and_shift<Traits>(p, block, slab, self, Result::kOutput, by_column, sums);
+    // Once before what is stored is activated, once behind.
+#pragma unroll 1
+    for (bool activated = false;; activated = true) {
+      bool const stores = p.stores && activated == p.activates_output;
+      if (stores) round();  // moments are of what is stored, or computed from that
+      if (activated) {
+        finish_copies(self);
+        leave_moments<Traits>(p, block, slab, self, sums, biases ? nullptr : p.bias, staged);
+      }
+      if (stores) store<Traits>(p, maps, Result::kOutput, block, slab, self, sums, staged);
+      if (activated) return;
+      activate();
+    }
+  } else {
+#pragma unroll 1
+    for (Result result = p.saves ? Result::kSaved : Result::kOutput;; result = Result::kOutput) {
+      scale_and_shift<Traits>(p, block, slab, self, result, by_column, sums);
+      if (result == Result::kSaved) {
+        round();
+      } else {
+        if constexpr (kExtra == Extra::kNormalizesPixels) {
+          normalize_pixels<Traits>(p, block, self, by_column, sums);
+        }
+        activate();
+      }
+      store<Traits>(p, maps, result, block, slab, self, sums, staged);
+      if (result == Result::kOutput) return;
+    }
+  }
+}
+
+template <class Traits, Extra kExtra>
 __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barriers& barriers,
                                         unsigned char* shared, Consumer const& self) {
   using Indices = std::make_integer_sequence<int, Traits::kSums>;
@@ -99,29 +155,11 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
 
     Slab const slab(p, item.tile * kConsumers + self.index);
     if (!slab.present) continue;
-    // In a loop, so that the code is there once.
-#pragma unroll 1
-    for (Result result = p.saves ? Result::kSaved : Result::kOutput;; result = Result::kOutput) {
-      auto* const by_column = reinterpret_cast<float2*>(staged);
-      scale_and_shift<Traits>(p, block, self, result, by_column, sums);
-      if (result == Result::kSaved) {
-        for_each_sum<Traits>(
-            sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });
-      } else {
-        if constexpr (kNormalizes) normalize_pixels<Traits>(p, block, self, by_column, sums);
-        dispatch_activation(p.activation, [&](auto form) {
-          for_each_sum<Traits>(sums,
-                               [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
-        });
-      }
-      store<Traits>(p, maps, result, block, slab, self, sums, staged);
-      if (result == Result::kOutput) break;
-    }
+    finish<Traits, kExtra>(p, maps, block, slab, self, sums, staged);
   }
 }
 
-// kNormalizes: pixels, in a kernel of its own, as the others' epilogues would be the slower for it.
-template <class Traits, bool kNormalizes>
+template <class Traits, Extra kExtra>
 __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -147,7 +185,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
                       .thread = thread,
                       .warp = __reduce_max_sync(~0u, thread / 32),
                       .lane = thread % 32};
-  consume<Traits, kNormalizes>(p, maps, barriers, shared, self);
+  consume<Traits, kExtra>(p, maps, barriers, shared, self);
   // Shared memory lives until all copies have read it.
   if (self.thread == 0) device::wait_stores_read();
 }

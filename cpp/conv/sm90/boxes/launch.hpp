@@ -18,12 +18,14 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-template <class Traits, bool kNormalizes>
+template <class Traits, Extra kExtra>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &convolve<Traits, kNormalizes>;
+  constexpr auto kernel = &convolve<Traits, kExtra>;
   Config const& config = a.config;
   int const shared_bytes = config.schedule.shared_bytes;
-  Slabs const slabs = config.schedule.slabs(a.batch);
+  bool const by_sample = a.partials != nullptr || a.group != nullptr;
+  Slabs const slabs =
+      by_sample ? config.schedule.sample_slabs(a.batch) : config.schedule.slabs(a.batch);
   Params const p = Params::of(a, slabs);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
   auto const blocks =
@@ -38,8 +40,9 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kShape>;
-  if (a.norm != nullptr) return launch_kernel<Own, true>(a, stream);
-  launch_kernel<Own, false>(a, stream);
+  if (a.norm != nullptr) return launch_kernel<Own, Extra::kNormalizesPixels>(a, stream);
+  if (a.partials != nullptr) return launch_kernel<Own, Extra::kTakesMoments>(a, stream);
+  launch_kernel<Own, Extra::kNone>(a, stream);
 }
 
 template <Math kMath, Shape kShape>

@@ -99,7 +99,7 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
     maps.whole = encode(config.row->math, a.input, input);
   }
 
-  store_maps(a, slabs, a.output, gathers ? &maps.whole : maps.parts);
+  if (a.output != nullptr) store_maps(a, slabs, a.output, gathers ? &maps.whole : maps.parts);
   if (a.saved != nullptr) store_maps(a, slabs, a.saved, maps.saved);
   return maps;
 }

@@ -18,18 +18,24 @@ struct Params {
   float const* scale;
   float const* shift;
   PixelNorm norm;
+  GroupStatistics group;
+  CountedPartial* partials;
   bool channels_last, gathers, saves;
+  bool stores, activates_output;  // where moments are taken
   Activation activation;
   int output_channels;
   int own_channels;  // of bias, scale and shift
-  int tile_count, slab_count, blocks;
+  int tile_count, slab_count, blocks, sets;
+  int outputs[kMostPhases][kMaxAxes];  // positions of each phase that are pixels
+  int least_outputs[kMaxAxes];         // of all phases
   int chunks, stages, stage_bytes;
   int segment, store_shift;
   int piece_shift;        // channels first: positions of a copy's line, two to this
   int box_bytes;          // of a slab's copy
   int box[kMaxAxes + 1];  // positions of a slab, and samples
   Memory memory;
-  cutlass::FastDivmod channel_blocks, segments, slabs_d, slabs_h, slabs_w, box_w, box_lines;
+  cutlass::FastDivmod group_channels, channel_blocks, segments, slabs_d, slabs_h, slabs_w, box_w,
+      box_lines;
   uint8_t first_phase[kMostPhases], set_phases[kMostPhases];  // by set
   uint8_t first_tap[kMostPhases], set_taps[kMostPhases];
   uint16_t first_row[kMostPhases], set_rows[kMostPhases];
@@ -68,10 +74,12 @@ struct Block {
 // Where a slab lies: the first of its positions, by axis, and its first sample.
 struct Slab {
   bool present;
+  int number;
   int origin[kMaxAxes];
   int sample;
 
-  __device__ __forceinline__ Slab(Params const& p, int number) : present(number < p.slab_count) {
+  __device__ __forceinline__ Slab(Params const& p, int number)
+      : present(number < p.slab_count), number(number) {
     int rest, d, h, w;
     p.slabs_w(rest, w, number);
     p.slabs_h(rest, h, rest);
@@ -92,6 +100,11 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.scale = a.scale;
   p.shift = a.shift;
   if (a.norm != nullptr) p.norm = *a.norm;
+  if (a.group != nullptr) p.group = *a.group;
+  p.group_channels = cutlass::FastDivmod(std::max(1, p.group.channels));
+  p.partials = a.partials;
+  p.stores = a.output != nullptr;
+  p.activates_output = a.activates_output;
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.gathers = s.direction == Direction::kGathers;
@@ -104,6 +117,16 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.slab_count = int(slabs.all());
   p.tile_count = int(ceil_div(slabs.all(), kConsumers));
   p.blocks = s.blocks;
+  p.sets = int(s.sets.size());
+  if (s.direction == Direction::kScatters) {
+    for (int axis = 0; axis < kMaxAxes; ++axis) {
+      for (std::size_t i = 0; i < s.phases.size(); ++i) {
+        int const outputs = s.axes[axis].phase(s.phases[i][axis]).outputs;
+        p.outputs[i][axis] = outputs;
+        p.least_outputs[axis] = i == 0 ? outputs : std::min(p.least_outputs[axis], outputs);
+      }
+    }
+  }
   p.chunks = s.chunks;
   p.stages = s.stages;
   p.stage_bytes = s.stage_bytes;

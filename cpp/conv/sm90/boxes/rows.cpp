@@ -4,6 +4,7 @@
 
 #include "conv/collected.hpp"
 #include "fusedconv/check.hpp"
+#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 
@@ -20,6 +21,27 @@ Config::Config(Row const& row, Problem const& problem, Device const& device, Dir
 
 int64_t Config::tiles(int64_t batch) const {
   return ceil_div(schedule.slabs(batch).all(), kConsumers);
+}
+
+bool Config::suits_moments() const {
+  int64_t positions = 1;
+  for (Axis const& axis : schedule.axes) positions *= axis.positions;
+  return 3 * kSlab * schedule.slabs(1).all() <= 4 * positions;
+}
+
+int64_t Config::partial_slots() const {
+  return schedule.slabs(1).all() * int64_t(schedule.sets.size());
+}
+
+int64_t Config::partial_bytes_per_sample() const {
+  return partial_slots() * problem.output_channels * int64_t(sizeof(CountedPartial));
+}
+
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream) {
+  groupnorm::merge_counted("sm90_boxes merge_moments", problem, config.partial_slots(), partials,
+                           targets, stream);
 }
 
 bool Config::holds_pixels() const {

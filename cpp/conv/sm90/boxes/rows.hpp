@@ -9,9 +9,13 @@
 
 #include "conv/sm90/boxes/schedule.hpp"
 #include "fusedconv/activation.hpp"
+#include "fusedconv/groupnorm.hpp"
 #include "fusedconv/types.hpp"
+#include "groupnorm/statistics.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
+
+using groupnorm::CountedPartial;
 
 struct Config;
 
@@ -21,6 +25,15 @@ struct PixelNorm {
   void const* bias = nullptr;
   DType dtype = DType::kFloat32;
   float eps = 0.0f;
+};
+
+// GroupNorm behind the biased sum, in front of the activation, by statistics of [N, groups].
+struct GroupStatistics {
+  groupnorm::Statistics const* statistics = nullptr;
+  void const* weight = nullptr;  // [K] of dtype, or null
+  void const* bias = nullptr;
+  DType dtype = DType::kFloat32;
+  int groups = 0, channels = 0;  // of a group
 };
 
 struct Arguments {
@@ -36,6 +49,11 @@ struct Arguments {
   void* output = nullptr;        // in the problem's layout
   void* saved = nullptr;         // as output, or null: the biased sum, which the rest then reads
   PixelNorm const* norm = nullptr;
+  GroupStatistics const* group = nullptr;
+  // Moments of activated values: [N, slots, K], or null. The output then may be null, and is before
+  // the activation unless that activates_output.
+  CountedPartial* partials = nullptr;
+  bool activates_output = true;
 };
 
 // One compiled kernel.
@@ -73,6 +91,16 @@ struct Config {
   int64_t tiles(int64_t batch) const;
   // Whether a block has all channels of its pixels, so that it can normalise them.
   bool holds_pixels() const;
+  // Whether slabs of one sample, as moments ask for, are nearly as few as those of any.
+  bool suits_moments() const;
+  // Partial moments of a channel in a sample.
+  int64_t partial_slots() const;
+  int64_t partial_bytes_per_sample() const;
 };
+
+// Partial moments to statistics [N, groups], merged in a fixed order.
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::boxes

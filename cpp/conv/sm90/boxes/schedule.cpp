@@ -148,6 +148,12 @@ Slabs Schedule::slabs(int64_t batch, int most) const {
   return best;
 }
 
+Slabs Schedule::sample_slabs(int64_t batch) const {
+  Slabs result = slabs(1);
+  result.count[kMaxAxes] = int(batch);
+  return result;
+}
+
 Support gather_taps(Problem const& p, Schedule& s) {
   s.taps = {Tap{}};
   std::vector<Residues> read = {Residues{}};  // by tap

@@ -103,6 +103,8 @@ struct Schedule {
 
   // The fewest of `most` positions at most. A slab may hold positions of several samples.
   Slabs slabs(int64_t batch, int most = kSlab) const;
+  // The same of one sample each, cut alike whatever the batch.
+  Slabs sample_slabs(int64_t batch) const;
 };
 
 // The problem's layout is the output's.

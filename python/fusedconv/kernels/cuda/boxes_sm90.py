@@ -7,6 +7,10 @@ they finish leaves by tensor copies as well, to the pixels of one sub-pixel phas
 first, with the phases along width side by side. A row is a way in which products are formed, how
 many columns (output channels of phases) a block has, and how many neighbouring phases share them.
 
+GroupNorm's moments are taken in the epilogue. Where only the result is asked for and products take
+less than memory, it is convolved twice: for the moments, of which nothing is stored, and with the
+normalisation in the epilogue.
+
 Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
 NCHW are transposed first, unless the filter is as large as its stride; outputs where the row has
 one phase in a block. Pixels that are not whole 16 bytes are padded in front and cut behind.
@@ -21,9 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
+from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import UNGROUPED, goes_through_scratch
+from fusedconv.kernels.cuda.convolution import (
+    UNGROUPED,
+    goes_through_scratch,
+    supports_partials,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -60,6 +69,9 @@ class CostConstants:
     column: Mapping[tuple[str, int], float]
     #: A block of columns beside these.
     block: float
+    #: A column's moments, by bytes of an element; one that is not stored, over one that is.
+    moments: Mapping[int, float]
+    unstored: float
     #: Where blocks share a multiprocessor: a row's products and epilogue, over those of one that
     #: has it to itself, by segments and by layout and bytes of an element; what the shorter of the
     #: two adds to the longer, over itself, by bytes of an element.
@@ -85,6 +97,8 @@ COSTS = CostConstants(
     step=200.0,
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
     block=1030.0,
+    moments={2: 18.0, 4: 10.0},
+    unstored=0.1,
     shared_products={1: 0.92, 2: 0.99, 4: 1.24},
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
     shorter={2: 1.0, 4: 0.83},
@@ -96,7 +110,13 @@ COSTS = CostConstants(
 
 
 def tile_cycles(
-    row: Any, config: Any, layout: str, size: int, costs: CostConstants, stored: int = 1
+    row: Any,
+    config: Any,
+    layout: str,
+    size: int,
+    costs: CostConstants,
+    stored: int = 1,
+    takes_moments: bool = False,
 ) -> float:
     """Of a pair of boxes and all columns, each ``stored`` so many times; ``layout`` is the
     output's, ``size`` an element's."""
@@ -109,9 +129,11 @@ def tile_cycles(
         copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
         steps += max(own * COLUMN_CYCLES * costs.products[row.segments], copied)
         steps += costs.step
-    column = costs.column[layout, size]
+    column = costs.column[layout, size] * (stored if stored else costs.unstored)
+    if takes_moments:
+        column += costs.moments[size]
     products: float = steps * config.channel_blocks * config.chunks
-    epilogue: float = config.blocks * (row.columns * column * stored + costs.block)
+    epilogue: float = config.blocks * (row.columns * column + costs.block)
     if row.residents == 1:
         return products + epilogue
     products *= costs.shared_products[row.segments]
@@ -213,6 +235,40 @@ class BoxesSm90(TapsRow):
             written = padded_elements(problem.output_shape, problem.dtype)
         return read, written
 
+    def can_take_moments(self, problem: ForwardProblem, config: Any) -> bool:
+        return (
+            problem.norm_groups > 0
+            and bool(config.suits_moments)
+            and not self._pads_output(problem)
+            and bool(supports_partials(problem, config))
+        )
+
+    def takes_moments(self, problem: ForwardProblem, config: Any) -> bool:
+        # Of 16 bits a pass over the output takes no longer, unless other blocks multiply meanwhile
+        # and phases are added before the lanes of a warp are.
+        is_quick = problem.dtype.itemsize == 4 or (self.row.segments > 1 and self.row.residents > 1)
+        return is_quick and self.can_take_moments(problem, config)
+
+    def can_compute_twice(self, problem: ForwardProblem, device: Device) -> bool:
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        return (
+            not isinstance(form, Support)
+            and form.before == "identity"
+            and not problem.save
+            and not goes_through_scratch(problem)
+            and not self._rewrites_output(problem)
+            and self.can_take_moments(problem, self.config(problem, device))
+        )
+
+    def computes_twice(self, problem: ForwardProblem, device: Device) -> bool:
+        """Whether the convolution is computed once for moments and once more, normalised."""
+        if not self.can_compute_twice(problem, device):
+            return False
+        twice, once = (
+            self._milliseconds(problem, device, COSTS, twice=each) for each in (True, False)
+        )
+        return twice < once
+
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         elements = 0
         if self._rewrites_input(problem):
@@ -226,7 +282,10 @@ class BoxesSm90(TapsRow):
             if goes_through_scratch(problem):
                 channels -= problem.output_channels
             elements += math.prod(problem.output_spatial) * channels
-        return super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
+        scratch = super().scratch_bytes(problem, config) + elements * problem.dtype.itemsize
+        if self.can_take_moments(problem, config) and not self.takes_moments(problem, config):
+            scratch += int(config.partial_bytes_per_sample)  # where it is computed twice
+        return scratch
 
     def _normalises(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether the convolution's epilogue normalises pixels, whose channels a block has all."""
@@ -254,6 +313,10 @@ class BoxesSm90(TapsRow):
         return form.after == "identity" if form.norm is None else form.norm.kind == "affine"
 
     def passes(self, problem: ForwardProblem, device: Device) -> int:
+        return 0 if self.computes_twice(problem, device) else self._passes_of_one(problem, device)
+
+    def _passes_of_one(self, problem: ForwardProblem, device: Device) -> int:
+        """Behind a convolution that is computed once."""
         if self._normalises(problem, device) or self._saves_apart(problem):
             return 0
         return super().passes(problem, device)
@@ -272,25 +335,59 @@ class BoxesSm90(TapsRow):
             program.input = program.channels_last_input(padded_channels=padded)
         if not self._normalises(problem, program.device):
             return super().convolve(program, config, output, filter, saved)
+        if filter is None:
+            filter = self.pack_filter(program, config)
+        norm = self.behind(program)
+        self._convolve_normalising(program, config, output, filter, norm, program.absent)
+        return program.absent
+
+    def _convolve_normalising(
+        self,
+        program: ForwardProgram,
+        config: Any,
+        output: Any,
+        filter: Any,
+        norm: Any,
+        statistics: Any,
+    ) -> None:
+        """Appends what normalises in its epilogue: pixels where there are no statistics."""
         program.compiled.per_chunk(
             self.room.ConvolveNormalizing(
                 config,
-                norm=self.behind(program),
+                norm=norm,
                 input=program.input,
-                filter=self.pack_filter(program, config) if filter is None else filter,
+                filter=filter,
                 bias=program.bias,
+                statistics=statistics,
                 weight=program.norm_weight,
                 norm_bias=program.norm_bias,
                 output=output,
             )
         )
-        return program.absent
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         config = self.config(problem, device)
         program = ForwardProgram(problem, device, self.chunk(problem, config))
         if self._saves_apart(problem):
             self.convolve(program, config, program.output, saved=program.conv_output)
+            return program.plan(self.name)
+        if self.computes_twice(problem, device):
+            filter = self.pack_filter(program, config)
+            partials = program.scratch(config.partial_bytes_per_sample)
+            program.compiled.per_chunk(
+                self.room.Convolve(
+                    config,
+                    activation=COMPILED["identity"],
+                    activates_output=True,
+                    input=program.input,
+                    filter=filter,
+                    bias=program.bias,
+                    output=program.absent,
+                    partials=partials,
+                )
+            )
+            norm, statistics = self.statistics(program, config, partials)
+            self._convolve_normalising(program, config, program.output, filter, norm, statistics)
             return program.plan(self.name)
         if not self._rewrites_output(problem):
             return super().compile(problem, device)
@@ -310,25 +407,56 @@ class BoxesSm90(TapsRow):
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
 
-    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
-        """Milliseconds of a supported problem, were the constants these."""
+    def _launch_milliseconds(
+        self,
+        problem: ForwardProblem,
+        device: Device,
+        costs: CostConstants,
+        stored: int,
+        takes_moments: bool,
+    ) -> float:
+        """The convolution once."""
         config = self.config(problem, device)
-        size = problem.dtype.itemsize
-        stored = 1 + self._saves_apart(problem)
-        layout = self._conv_layout(problem)
-        tile = tile_cycles(self.row, config, layout, size, costs, stored)
-        chunk = self.chunk(problem, config)
+        size, layout = problem.dtype.itemsize, self._conv_layout(problem)
+        tile = tile_cycles(self.row, config, layout, size, costs, stored, takes_moments)
         cycles = sum(
             launches * launch_cycles(tile, config, samples, device, costs)
-            for samples, launches in launched_chunks(problem.batch, chunk)
+            for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config))
         )
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
-        milliseconds = max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+        return max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants these."""
+        twice = self.computes_twice(problem, device)
+        return self._milliseconds(problem, device, costs, twice)
+
+    def _milliseconds(
+        self, problem: ForwardProblem, device: Device, costs: CostConstants, twice: bool
+    ) -> float:
+        config = self.config(problem, device)
+        size = problem.dtype.itemsize
+        takes_moments = twice or self.takes_moments(problem, config)
+        read, written = self._elements(problem)
         packed = config.filter_bytes / size * costs.pack * 1e3
-        chunks = -(-problem.batch // chunk)
-        beside = self.milliseconds_beside(problem, device, chunks)
-        if problem.norm_groups:
+        chunks = -(-problem.batch // self.chunk(problem, config))
+        if twice:
+            milliseconds = self._launch_milliseconds(problem, device, costs, 0, True)
+            milliseconds += self._launch_milliseconds(problem, device, costs, 1, False)
+            launches = 1 + 3 * chunks
+            moved = 2 * problem.input_elements * size if problem.layout == "strided" else 0
+            beside = device.copy_milliseconds(moved) + launches * device.launch_milliseconds
+        else:
+            stored = 1 + self._saves_apart(problem)
+            milliseconds = self._launch_milliseconds(problem, device, costs, stored, takes_moments)
+            passes = self._passes_of_one(problem, device)
+            beside = self.milliseconds_beside(problem, device, chunks, passes)
+        if takes_moments:
+            # Partial moments, read as sectors of which a group may have a part.
+            partials = 2 * problem.batch * config.partial_bytes_per_sample
+            beside += device.copy_milliseconds(partials)
+        elif problem.norm_groups:
             # A pass takes the moments, in two launches where one merges what the convolution left.
             beside += device.copy_milliseconds(problem.output_elements * size)
             beside += chunks * device.launch_milliseconds
@@ -338,10 +466,10 @@ class BoxesSm90(TapsRow):
             beside += chunks * device.launch_milliseconds
         if self._rewrites_output(problem):
             # What normalises transposes as well, more slowly than it would go over planes.
-            stores_result = self.passes(problem, device) == 0
-            passes = costs.transposed if stores_result else costs.transposed - 1.0
+            stores_result = self._passes_of_one(problem, device) == 0
+            trips = costs.transposed if stores_result else costs.transposed - 1.0
             rewritten = device.copy_milliseconds((problem.output_elements + written) * size)
-            beside += rewritten * passes
+            beside += rewritten * trips
             beside += chunks * device.launch_milliseconds
         return milliseconds + packed + beside
 

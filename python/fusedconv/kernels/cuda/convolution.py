@@ -127,9 +127,6 @@ class ConvolutionRow(ForwardKernel):
 
     def __init__(self, room: Any, index: int, row: Any) -> None:
         self.room = room
-        #: Whether its convolution takes GroupNorm's moments, and may store what it was before the
-        #: activation; else passes over its output do.
-        self.takes_moments: bool = room.takes_moments
         self.index = index
         self.row = row
         self.name = row.name
@@ -143,6 +140,12 @@ class ConvolutionRow(ForwardKernel):
     @abstractmethod
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         """How the row serves a problem of any batch size; whether it does is its ``support``."""
+
+    def takes_moments(self, problem: ForwardProblem, config: Any) -> bool:
+        """Whether its convolution takes GroupNorm's moments, and may store what it was before the
+        activation; else passes over its output do."""
+        takes: bool = self.room.takes_moments
+        return takes
 
     def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
         """Appends the step that packs the weight; where the packed filter lies."""
@@ -173,10 +176,11 @@ class ConvolutionRow(ForwardKernel):
         if filter is None:
             filter = self.pack_filter(program, config)
         partials = program.absent
-        if program.groups and self.takes_moments:
+        takes_moments = self.takes_moments(program.problem, config)
+        if program.groups and takes_moments:
             partials = program.scratch(config.partial_bytes_per_sample)
         saves_apart = saved is not None
-        activates = self.takes_moments or saves_apart or not program.problem.saves_conv_output
+        activates = takes_moments or saves_apart or not program.problem.saves_conv_output
         activation, beside = program.form.before if activates else "identity", {}
         if scales_in_epilogue(program.problem, saves_apart):
             activation = program.form.after
@@ -187,7 +191,7 @@ class ConvolutionRow(ForwardKernel):
             self.room.Convolve(
                 config,
                 activation=COMPILED[activation],
-                activates_output=not (self.takes_moments and program.problem.saves_conv_output),
+                activates_output=not (takes_moments and program.problem.saves_conv_output),
                 input=program.input,
                 filter=filter,
                 bias=program.bias,
@@ -246,7 +250,7 @@ class InPlaceRow(ConvolutionRow):
 
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         """Of a sample."""
-        moments = problem.norm_groups > 0 and self.takes_moments
+        moments = problem.norm_groups > 0 and self.takes_moments(problem, config)
         scratch = int(config.partial_bytes_per_sample) if moments else 0
         if goes_through_scratch(problem):
             scratch += problem.output_elements // problem.batch * problem.dtype.itemsize
@@ -258,9 +262,13 @@ class InPlaceRow(ConvolutionRow):
         most = min(CHUNK_BYTES // max(1, scratch), self.most_samples(problem, config))
         return equal_chunk(problem.batch, most)
 
-    def milliseconds_beside(self, problem: ForwardProblem, device: Device, chunks: int) -> float:
-        """What all but the convolution itself is estimated to take."""
-        passes = self.passes(problem, device)
+    def milliseconds_beside(
+        self, problem: ForwardProblem, device: Device, chunks: int, passes: int | None = None
+    ) -> float:
+        """What all but the convolution itself is estimated to take; ``passes`` None is as many as
+        there are."""
+        if passes is None:
+            passes = self.passes(problem, device)
         output = problem.output_elements
         moved = passes * output * (problem.dtype.itemsize + problem.output_dtype.itemsize)
         if problem.layout == "strided":
@@ -307,7 +315,7 @@ class InPlaceRow(ConvolutionRow):
                 )
             )
             return
-        if not self.takes_moments:
+        if not self.takes_moments(program.problem, config):
             before = program.form.before if program.problem.saves_conv_output else "identity"
             program.normalise(
                 input,

@@ -132,7 +132,9 @@ class TapsRow(InPlaceRow):
             return Support.no(
                 f"a sample makes {blocks} blocks, at most {self.most_blocks} are served"
             )
-        return supports_partials(problem, config) if self.takes_moments else Support.yes()
+        if not self.takes_moments(problem, config):
+            return Support.yes()
+        return supports_partials(problem, config)
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return self.most_blocks // self.sample_blocks(problem, config)

@@ -1,6 +1,7 @@
 #include "conv/direct/gradients/gradients.hpp"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <type_traits>
 
@@ -16,8 +17,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// Channels last: neighbouring threads have neighbouring channels, and so many have a position each.
+// Channels last: neighbouring threads have neighbouring channels, several each where these are as
+// many, and so many threads have a position.
 constexpr int kLanes = 32;
+constexpr int kVector = 2;
 constexpr int kRows = kThreads / kLanes;
 // Positions of a thread, at least: adding up its part of the weight's gradient costs as much as
 // some of them.
@@ -69,29 +72,60 @@ struct Corner {
   }
 };
 
-// A filter that is known when the kernel is compiled: calls body(tap, output pixel) for each of its
-// taps that meets an output.
+// A filter that is known when the kernel is compiled: calls use(tap, load(output pixel)) for each
+// of its taps that meets an output. A plane's loads are under way together, by no branches where
+// all taps meet one.
 template <int kD, int kH, int kW>
 struct Known {
   static constexpr int kTaps = kD * kH * kW;
 
-  template <class Body>
+  template <class Load, class Use>
   __device__ __forceinline__ static void for_each(Params const& p, Corner const& corner, int,
-                                                  Body const& body) {
+                                                  Load const& load, Use const& use) {
+    constexpr int kTapsOf[kMaxAxes] = {kD, kH, kW};
+    bool whole = true;
+#pragma unroll
+    for (int a = 0; a < kMaxAxes; ++a) {
+      int const last = corner.at[a] + (kTapsOf[a] - 1) * p.axes[a].dilation;
+      whole = whole && corner.at[a] >= 0 && last < p.axes[a].output;
+    }
+    if (whole) {
+      for_each_of<true>(p, corner, load, use);
+    } else {
+      for_each_of<false>(p, corner, load, use);
+    }
+  }
+
+ private:
+  template <bool kWhole, class Load, class Use>
+  __device__ __forceinline__ static void for_each_of(Params const& p, Corner const& corner,
+                                                     Load const& load, Use const& use) {
+    auto const meets = [&](int axis, int tap) {
+      int const at = corner.at[axis] + tap * p.axes[axis].dilation;
+      return kWhole || unsigned(at) < unsigned(p.axes[axis].output);
+    };
 #pragma unroll
     for (int t = 0; t < kD; ++t) {
-      int const z = corner.at[0] + t * p.axes[0].dilation;
-      bool const has_z = unsigned(z) < unsigned(p.axes[0].output);
+      bool const has_plane = meets(0, t);
+      decltype(load(0)) values[kH * kW];
 #pragma unroll
       for (int r = 0; r < kH; ++r) {
-        int const y = corner.at[1] + r * p.axes[1].dilation;
-        bool const has_y = has_z && unsigned(y) < unsigned(p.axes[1].output);
-        int const line = (z * p.axes[1].output + y) * p.axes[2].output;
+        int const line = (corner.at[0] + t * p.axes[0].dilation) * p.axes[1].output + corner.at[1] +
+                         r * p.axes[1].dilation;
+        int const pixel = line * p.axes[2].output + corner.at[2];
 #pragma unroll
         for (int s = 0; s < kW; ++s) {
-          int const x = corner.at[2] + s * p.axes[2].dilation;
-          if (has_y && unsigned(x) < unsigned(p.axes[2].output)) {
-            body((t * kH + r) * kW + s, line + x);
+          if (has_plane && meets(1, r) && meets(2, s)) {
+            values[r * kW + s] = load(pixel + s * p.axes[2].dilation);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kH; ++r) {
+#pragma unroll
+        for (int s = 0; s < kW; ++s) {
+          if (has_plane && meets(1, r) && meets(2, s)) {
+            use((t * kH + r) * kW + s, values[r * kW + s]);
           }
         }
       }
@@ -103,9 +137,9 @@ struct Known {
 struct Any {
   static constexpr int kTaps = kTapGroup;
 
-  template <class Body>
+  template <class Load, class Use>
   __device__ __forceinline__ static void for_each(Params const& p, Corner const& corner, int first,
-                                                  Body const& body) {
+                                                  Load const& load, Use const& use) {
 #pragma unroll
     for (int i = 0; i < kTaps; ++i) {
       int const tap = first + i;
@@ -117,7 +151,7 @@ struct Any {
       int const x = corner.at[2] + s * p.axes[2].dilation;
       if (unsigned(z) < unsigned(p.axes[0].output) && unsigned(y) < unsigned(p.axes[1].output) &&
           unsigned(x) < unsigned(p.axes[2].output)) {
-        body(i, (z * p.axes[1].output + y) * p.axes[2].output + x);
+        use(i, load((z * p.axes[1].output + y) * p.axes[2].output + x));
       }
     }
   }
@@ -151,11 +185,13 @@ __global__ void __launch_bounds__(kThreads)
       Corner const corner(p, i);
       float const value = wants_weight ? device::to_float(input[i]) : 0.0f;
       float total = 0.0f;
-      Filter::for_each(p, corner, first, [&](int tap, int pixel) {
-        float const given = device::to_float(grad[pixel]);
-        total = fmaf(given, weights[tap], total);
-        sums[tap] = fmaf(given, value, sums[tap]);
-      });
+      Filter::for_each(
+          p, corner, first, [&](int pixel) { return grad[pixel]; },
+          [&](int tap, T loaded) {
+            float const given = device::to_float(loaded);
+            total = fmaf(given, weights[tap], total);
+            sums[tap] = fmaf(given, value, sums[tap]);
+          });
       // The taps of other filters are gone over once more for this, by their own kernel.
       if constexpr (kKnown) {
         if (tensors.grad_input != nullptr) {
@@ -180,18 +216,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Channels last. Block (run of a sample, slab of channels).
-template <class T, class Filter>
-__global__ void __launch_bounds__(kThreads)
+// Channels last. Block (run of a sample, slab of channels); a thread has kChannels.
+template <class T, class Filter, int kChannels>
+__global__ void __launch_bounds__(kThreads, 2)
     gradients_of_pixels(Params const p, Tensors<T> const tensors) {
+  using Pack = device::Pack<T, kChannels>;
   constexpr int kTaps = Filter::kTaps;
   constexpr bool kKnown = !std::is_same_v<Filter, Any>;
-  __shared__ float weights[kTaps][kLanes];
-  __shared__ float totals[kTaps][kLanes];
+  constexpr int kWidth = kLanes * kChannels;
+  __shared__ float weights[kTaps][kWidth];
+  __shared__ float totals[kTaps][kWidth];
   int const run = int(blockIdx.x % unsigned(p.runs));
   int const sample = int(blockIdx.x / unsigned(p.runs));
   int const lane = int(threadIdx.x) % kLanes, row = int(threadIdx.x) / kLanes;
-  int const channel = int(blockIdx.y) * kLanes + lane;
+  int const own = lane * kChannels;  // of the slab's channels
+  int const channel = int(blockIdx.y) * kWidth + own;
   bool const exists = channel < p.channels;
   int const begin = run * p.run, end = min(begin + p.run, p.input_pixels);
   T const* const input = tensors.input + int64_t(sample) * p.input_pixels * p.channels + channel;
@@ -201,24 +240,36 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = 0; first < p.taps; first += kTaps) {
     __syncthreads();
     for (int tap = row; tap < min(kTaps, p.taps - first); tap += kRows) {
-      weights[tap][lane] = exists ? load_weight(p, tensors.weight, channel, first + tap) : 0.0f;
+      for (int c = 0; c < kChannels; ++c) {
+        weights[tap][own + c] =
+            exists ? load_weight(p, tensors.weight, channel + c, first + tap) : 0.0f;
+      }
     }
     __syncthreads();
-    float sums[kTaps] = {};
+    float sums[kTaps][kChannels] = {};
 #pragma unroll 1
     for (int i = begin + row; i < (exists ? end : begin); i += kRows) {
       Corner const corner(p, i);
-      float const value = wants_weight ? device::to_float(input[int64_t(i) * p.channels]) : 0.0f;
-      float total = 0.0f;
-      Filter::for_each(p, corner, first, [&](int tap, int pixel) {
-        float const given = device::to_float(grad[int64_t(pixel) * p.channels]);
-        total = fmaf(given, weights[tap][lane], total);
-        sums[tap] = fmaf(given, value, sums[tap]);
-      });
+      Pack const values = wants_weight ? Pack::load(input + int64_t(i) * p.channels) : Pack();
+      float total[kChannels] = {};
+      Filter::for_each(
+          p, corner, first,
+          [&](int pixel) { return Pack::load(grad + int64_t(pixel) * p.channels); },
+          [&](int tap, Pack const& loaded) {
+#pragma unroll
+            for (int c = 0; c < kChannels; ++c) {
+              float const given = device::to_float(loaded.values[c]);
+              total[c] = fmaf(given, weights[tap][own + c], total[c]);
+              sums[tap][c] = fmaf(given, device::to_float(values.values[c]), sums[tap][c]);
+            }
+          });
       if constexpr (kKnown) {
         if (tensors.grad_input != nullptr) {
           int64_t const at = (int64_t(sample) * p.input_pixels + i) * p.channels + channel;
-          tensors.grad_input[at] = device::from_float<T>(total);
+          Pack result;
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) result.values[c] = device::from_float<T>(total[c]);
+          result.store(tensors.grad_input + at);
         }
       }
     }
@@ -228,15 +279,21 @@ __global__ void __launch_bounds__(kThreads)
       if (row == adding) {
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
-          totals[tap][lane] = adding == 0 ? sums[tap] : totals[tap][lane] + sums[tap];
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) {
+            float const before = adding == 0 ? 0.0f : totals[tap][own + c];
+            totals[tap][own + c] = before + sums[tap][c];
+          }
         }
       }
       __syncthreads();
     }
     int64_t const part = int64_t(sample) * p.runs + run;
     for (int tap = row; tap < min(kTaps, p.taps - first); tap += kRows) {
-      if (!exists) continue;
-      tensors.partials[(part * p.channels + channel) * p.taps + first + tap] = totals[tap][lane];
+      for (int c = 0; exists && c < kChannels; ++c) {
+        tensors.partials[(part * p.channels + channel + c) * p.taps + first + tap] =
+            totals[tap][own + c];
+      }
     }
   }
 }
@@ -257,10 +314,12 @@ __global__ void __launch_bounds__(kThreads)
   float total = 0.0f;
   for (int first = 0; first < p.taps; first += kTapGroup) {
     float part = 0.0f;  // sums of sums: one chain over a large filter would err by more
-    Any::for_each(p, corner, first, [&](int tap, int pixel) {
-      float const weight = load_weight(p, tensors.weight, channel, first + tap);
-      part = fmaf(device::to_float(grad[int64_t(pixel) * step]), weight, part);
-    });
+    Any::for_each(
+        p, corner, first, [&](int pixel) { return grad[int64_t(pixel) * step]; },
+        [&](int tap, T given) {
+          float const weight = load_weight(p, tensors.weight, channel, first + tap);
+          part = fmaf(device::to_float(given), weight, part);
+        });
     total += part;
   }
   tensors.grad_input[element] = device::from_float<T>(total);
@@ -376,9 +435,25 @@ void depthwise_gradients(GradientConfig const& config, FilterSource const& sourc
       constexpr bool kKnown = !std::is_same_v<Filter, Any>;
       if (kKnown || tensors.partials != nullptr) {
         if (last) {
-          dim3 const grid = device::checked_grid("gradients_of_pixels", config.batch * config.runs,
-                                                 ceil_div(p.channels, kLanes));
-          device::launch(gradients_of_pixels<T, Filter>, grid, kThreads, 0, stream, p, tensors);
+          auto const launch = [&](auto channels) {
+            dim3 const grid =
+                device::checked_grid("gradients_of_pixels", config.batch * config.runs,
+                                     ceil_div(p.channels, kLanes * channels.value));
+            device::launch(gradients_of_pixels<T, Filter, channels.value>, grid, kThreads, 0,
+                           stream, p, tensors);
+          };
+          bool const several =
+              p.channels % kVector == 0 && p.channels > kLanes &&
+              std::ranges::all_of(
+                  std::array<void const*, 3>{given.input, given.grad_output, given.grad_input},
+                  [](void const* tensor) {
+                    return device::is_aligned(tensor, kVector * sizeof(T));
+                  });
+          if (several) {
+            launch(std::integral_constant<int, kVector>{});
+          } else {
+            launch(std::integral_constant<int, 1>{});
+          }
         } else {
           dim3 const grid =
               device::checked_grid("gradients_of_planes", config.batch * p.channels * config.runs);

@@ -69,39 +69,14 @@ __device__ __forceinline__ void finish_copies(Consumer const& self) {
 // biased sum; the output, from sums or from what is saved of them.
 enum class Result { kSaved, kOutput };
 
-// GroupNorm of a channel of a sample as a scale and a shift.
-__device__ __forceinline__ float2 scale_and_shift_of(Params const& p, int sample, int channel) {
-  GroupStatistics const& g = p.group;
-  int group, within;
-  p.group_channels(group, within, channel);
-  groupnorm::Statistics const own = g.statistics[sample * g.groups + group];
-  float const weight = g.weight ? device::load_as_float(g.weight, channel, g.dtype) : 1.0f;
-  float const bias = g.bias ? device::load_as_float(g.bias, channel, g.dtype) : 0.0f;
-  float const scale = own.rstd * weight;
-  return {scale, fmaf(-own.low, scale, fmaf(-own.mean, scale, bias))};
-}
-
-// Adds the bias unless it has been added, and scales and shifts the output.
-template <class Traits>
-__device__ __forceinline__ void scale_and_shift(Params const& p, Block const& block,
-                                                Slab const& slab, Consumer const& self,
-                                                Result result, float2* linear, Sums<Traits>& sums) {
-  using T = typename Traits::Element;
-  bool const biases = p.bias != nullptr && (result == Result::kSaved || !p.saves);
-  bool const scales = p.scale != nullptr && result == Result::kOutput;
-  bool const shifts = p.shift != nullptr && result == Result::kOutput;
-  finish_copies(self);
+// Scales and shifts the columns of channels that exist by what map(channel) says.
+template <class Traits, class Map>
+__device__ __forceinline__ void apply(Params const& p, Block const& block, Consumer const& self,
+                                      float2* linear, Sums<Traits>& sums, Map const& map) {
   for (int i = self.thread; i < Traits::kColumns; i += kWarpgroupThreads) {
     ColumnPlace const at(p, block, i);
     bool const own = at.present && at.channel < p.own_channels;
-    float const bias =
-        biases && own ? device::to_float(static_cast<T const*>(p.bias)[at.channel]) : 0.0f;
-    float2 map = {scales && own ? p.scale[at.channel] : 1.0f,
-                  shifts && own ? p.shift[at.channel] : 0.0f};
-    if (p.group.statistics != nullptr && own) {
-      map = scale_and_shift_of(p, slab.sample, at.channel);
-    }
-    linear[i] = {map.x, fmaf(bias, map.x, map.y)};
+    linear[i] = own ? map(at.channel) : make_float2(1.0f, 0.0f);
   }
   self.sync();
 #pragma unroll
@@ -117,6 +92,43 @@ __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& bl
     }
   }
   self.sync();
+}
+
+// What GroupNorm does to a channel of a sample once the bias is added: first to take the mean from
+// it, so that of a group of equal values nothing is left, then to scale what is left.
+__device__ __forceinline__ float2 normalizing_map(Params const& p, int sample, int channel,
+                                                  bool centres) {
+  GroupStatistics const& g = p.group;
+  int group, within;
+  p.group_channels(group, within, channel);
+  groupnorm::Statistics const own = g.statistics[sample * g.groups + group];
+  if (centres) return {1.0f, -own.mean};
+  float const weight = g.weight ? device::load_as_float(g.weight, channel, g.dtype) : 1.0f;
+  float const bias = g.bias ? device::load_as_float(g.bias, channel, g.dtype) : 0.0f;
+  float const scale = own.rstd * weight;
+  return {scale, fmaf(-own.low, scale, bias)};
+}
+
+// Adds the bias unless it has been added, and scales and shifts the output.
+template <class Traits>
+__device__ __forceinline__ void scale_and_shift(Params const& p, Block const& block,
+                                                Slab const& slab, Consumer const& self,
+                                                Result result, float2* linear, Sums<Traits>& sums) {
+  using T = typename Traits::Element;
+  bool const biases = p.bias != nullptr && (result == Result::kSaved || !p.saves);
+  bool const scales = p.scale != nullptr && result == Result::kOutput;
+  bool const shifts = p.shift != nullptr && result == Result::kOutput;
+  finish_copies(self);
+  int const maps = p.group.statistics == nullptr ? 1 : 3;
+#pragma unroll 1
+  for (int number = 0; number < maps; ++number) {
+    apply<Traits>(p, block, self, linear, sums, [&](int channel) {
+      if (number > 0) return normalizing_map(p, slab.sample, channel, number == 1);
+      float const bias = biases ? device::to_float(static_cast<T const*>(p.bias)[channel]) : 0.0f;
+      float const scale = scales ? p.scale[channel] : 1.0f;
+      return make_float2(scale, fmaf(bias, scale, shifts ? p.shift[channel] : 0.0f));
+    });
+  }
 }
 
 // Of the four lanes that share a row.

@@ -58,9 +58,7 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
     });
   };
   if constexpr (kExtra == Extra::kTakesMoments) {
-    // Of nothing but moments the bias is added to the means.
-    bool const biases = p.stores || p.activation != Activation::kIdentity;
-    if (biases) scale_and_shift<Traits>(p, block, slab, self, Result::kOutput, by_column, sums);
+    scale_and_shift<Traits>(p, block, slab, self, Result::kOutput, by_column, sums);
     // Once before what is stored is activated, once behind.
 #pragma unroll 1
     for (bool activated = false;; activated = true) {
@@ -68,7 +66,7 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
       if (stores) round();  // moments are of what is stored, or computed from that
       if (activated) {
         finish_copies(self);
-        leave_moments<Traits>(p, block, slab, self, sums, biases ? nullptr : p.bias, staged);
+        leave_moments<Traits>(p, block, slab, self, sums, staged);
       }
       if (stores) store<Traits>(p, maps, Result::kOutput, block, slab, self, sums, staged);
       if (activated) return;

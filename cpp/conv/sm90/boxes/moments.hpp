@@ -143,13 +143,12 @@ __device__ __forceinline__ void add_warp_moments(Params const& p, Block const& b
   }
 }
 
-// Leaves the moments of the values in `sums`, to which the `bias` is still to be added if there is
-// one, in the slab's slot of p.partials. `shared` is the consumer's to write, with all its threads
-// here.
+// Leaves the moments of the values in `sums` in the slab's slot of p.partials. `shared` is the
+// consumer's to write, with all its threads here.
 template <class Traits>
 __device__ __forceinline__ void leave_moments(Params const& p, Block const& block, Slab const& slab,
                                               Consumer const& self, Sums<Traits>& sums,
-                                              void const* bias, unsigned char* shared) {
+                                              unsigned char* shared) {
   using Moments = MomentSums<Traits>;
   static_assert(sizeof(Moments) <= Traits::kShape.staged_portions() * Memory::kPortionBytes);
   auto& moments = *reinterpret_cast<Moments*>(shared);
@@ -198,13 +197,6 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
         float const pivot = moments.pivots[f * columns + i];
         whole.merge(device::shifted_moments(count, pivot, total, squares));
       }
-    }
-    if (bias != nullptr && channel < p.own_channels) {
-      using T = typename Traits::Element;
-      float2 const mean =
-          device::two_sum(whole.mean, device::to_float(static_cast<T const*>(bias)[channel]));
-      whole.mean = mean.x;
-      whole.low += mean.y;
     }
     p.partials[(int64_t(slab.number) * p.sets + block.set) * p.output_channels + channel] = {
         whole.count, whole.partial()};

@@ -321,6 +321,13 @@ class BoxesSm90(TapsRow):
             return 0
         return super().passes(problem, device)
 
+    def _rewrite_input(self, program: ForwardProgram) -> None:
+        """Appends what transposes or pads the input, where something does."""
+        problem = program.problem
+        if self._rewrites_input(problem):
+            padded = whole_channels(problem.channels, problem.dtype)
+            program.input = program.channels_last_input(padded_channels=padded)
+
     def convolve(
         self,
         program: ForwardProgram,
@@ -330,9 +337,7 @@ class BoxesSm90(TapsRow):
         saved: Any | None = None,
     ) -> Any:
         problem = program.problem
-        if self._rewrites_input(problem):
-            padded = whole_channels(problem.channels, problem.dtype)
-            program.input = program.channels_last_input(padded_channels=padded)
+        self._rewrite_input(program)
         if not self._normalises(problem, program.device):
             return super().convolve(program, config, output, filter, saved)
         if filter is None:
@@ -372,6 +377,7 @@ class BoxesSm90(TapsRow):
             self.convolve(program, config, program.output, saved=program.conv_output)
             return program.plan(self.name)
         if self.computes_twice(problem, device):
+            self._rewrite_input(program)
             filter = self.pack_filter(program, config)
             partials = program.scratch(config.partial_bytes_per_sample)
             program.compiled.per_chunk(

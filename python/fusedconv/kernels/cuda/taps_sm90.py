@@ -38,6 +38,8 @@ class CostConstants:
     chunk: float
     #: A row group's column in the epilogue, by layout.
     column: Mapping[str, float]
+    #: The moments of one, by a row's row groups and columns.
+    moments: Mapping[tuple[int, int], float]
     #: A block beside these.
     block: float
     #: Adding up what blocks have that share a tile's channels.
@@ -50,7 +52,8 @@ class CostConstants:
 
 
 #: Fitted to the times of 22 layers of real models in both layouts, tf32 and bf16, on an H200: the
-#: cheapest row by these takes 1.2 % longer than the best. Strict fp32 was measured apart, and what
+#: cheapest row by these takes 1.2 % longer than the best. Moments are of the layers with GroupNorm
+#: or InstanceNorm among them, and of three on an H100. Strict fp32 was measured apart, and what
 #: ``whole`` adds beside the other families, with 97 forward passes of such layers on an H200 and an
 #: H100: the cheapest row of all families takes 1.8 % longer than the best.
 COSTS = CostConstants(
@@ -64,6 +67,7 @@ COSTS = CostConstants(
     },
     chunk=865.0,
     column={"nchw": 31.1, "nhwc": 25.2},
+    moments={(1, 256): 25.0, (2, 128): 78.0, (1, 64): 62.0, (1, 128): 42.0},
     block=2320.0,
     split=6450.0,
     pack=1e-11,
@@ -96,13 +100,16 @@ class TapsSm90(TapsRow):
         staged = costs.staged[config.reads, size] * config.positions * config.pieces
         main_loop = max(products / config.chunks, staged) + costs.chunk  # of a chunk of channels
         columns = self.row.row_groups * self.row.columns * 2
-        beside = columns * costs.column[problem.output_layout] + costs.block
+        moments = problem.norm_groups > 0
+        column = costs.column[problem.output_layout]
+        if moments:
+            column += costs.moments[self.row.row_groups, self.row.columns]
+        beside = columns * column + costs.block
         chunk = self.chunk(problem, config)
         splits = config.splits
         block = math.ceil(config.chunks / splits) * main_loop + beside
         if splits > 1:
             block += costs.split
-        moments = problem.norm_groups > 0
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, chunk):
             blocks = (

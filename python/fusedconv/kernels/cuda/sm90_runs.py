@@ -125,17 +125,21 @@ class InterleavingCosts:
     line: float
     #: A tile beside these, by bytes of an element.
     tile: Mapping[int, float]
+    #: All of these over their sum where more than two phases are side by side.
+    wide: float
     #: Seconds of an element of the packed filter.
     pack: float
     #: What padding the input takes, over a copy.
     padding: float
 
 
-#: From the times of 8 layers of real models in TF32 and bf16 on an H200; strict fp32 was not timed.
+#: From the times of 8 layers of real models in TF32 and bf16 on an H200, one of stride 4; strict fp32
+#: was not timed.
 INTERLEAVING_COSTS = InterleavingCosts(
     step={"tf32": 530.0, "fp32": 1100.0, "fp16": 380.0, "bf16": 380.0},
     line=94.0,
     tile={2: 5000.0, 4: 5800.0},
+    wide=1.7,
     pack=8e-12,
     padding=4.0,
 )
@@ -199,6 +203,8 @@ class InterleavingRunsSm90(RunsSm90):
         consumers = max(1, device.multiprocessors // config.blocks_n) * config.consumers
         rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
         cycles = math.ceil(chunk * config.tiles / consumers) * tile * rounds
+        if problem.conv is not None and problem.conv.stride[-1] > 2:
+            cycles *= costs.wide
         chunks = -(-problem.batch // chunk)
         moved = (problem.input_elements + problem.output_elements) * size
         conv = max(chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))

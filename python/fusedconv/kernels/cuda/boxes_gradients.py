@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,13 @@ from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import by_axis, supports_extents
 from fusedconv.kernels.cuda import boxes_sm90
-from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles, tile_cycles
+from fusedconv.kernels.cuda.boxes_gradient_costs import (
+    COSTS,
+    CostConstants,
+    bytes_milliseconds,
+    input_cycles,
+    weight_milliseconds,
+)
 from fusedconv.kernels.cuda.convolution import CHUNK_BYTES
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.program import (
@@ -60,57 +65,6 @@ CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 #: Boxes by blocks of columns in a launch, and samples, are counted to.
 MOST_ITEMS = (1 << 30) - 1
 MOST_SAMPLES = (1 << 31) - 128
-
-
-@dataclass(frozen=True)
-class CostConstants:
-    """What the estimates multiply, in cycles of a multiprocessor where nothing else is said."""
-
-    #: The input's, over what the forward rows' constants say.
-    gathers: float
-    #: The input's again, by a row of more than 64 columns whose blocks share a
-    #: multiprocessor: the pixels that they read come twice as often.
-    shared: float
-    #: A slab's products, over their cycles at full rate, in 16 bits, and in TF32 by the input
-    #: channels that an instruction takes, of an input that is packed and one that is transposed
-    #: beside.
-    products: float
-    from_registers: Mapping[int, float]
-    transposing: Mapping[int, float]
-    #: A byte that a slab copies.
-    copied: float
-    #: A slab beside the longer of these.
-    slab: float
-    #: A block beside its slabs.
-    block: float
-    #: Reading partial sums and writing the gradient, over their time at copy rate.
-    partials: float
-    #: Packing the input, likewise.
-    packed: float
-    #: All of it where bytes bound it, likewise.
-    moved: float
-    #: Passes that transpose, pad or cut a tensor, over their time at copy rate.
-    transposed: float
-
-
-#: Fitted to the times of 21 convolutions, mostly layers of real models, channels last, on an H200.
-COSTS = CostConstants(
-    gathers=1.1,
-    shared=1.15,
-    products=0.98,
-    from_registers={64: 1.9, 128: 1.2, 256: 1.0},
-    transposing={64: 3.0, 256: 1.9},
-    copied=0.017,
-    slab=100.0,
-    block=9000.0,
-    partials=2.0,
-    packed=1.5,
-    moved=1.3,
-    transposed=1.4,
-)
-#: Multiplications and additions of a multiprocessor in a cycle, in 16 bits; in TF32 half as many,
-#: for half a slab.
-PRODUCTS_PER_CYCLE = 2048
 
 
 def gathering_problem(
@@ -275,21 +229,8 @@ class BoxesGradients(BackwardKernel):
         rows = _C.sm90.boxes.rows()
         return _quickest(
             [(_input_config(index, *served), rows[index]) for index in self._input_rows],
-            lambda config, row: self._input_cycles(config, row, forward, device, COSTS),
+            lambda config, row: input_cycles(config, row, forward, device, COSTS),
         )
-
-    def _input_cycles(
-        self,
-        config: Any,
-        row: Any,
-        forward: ForwardProblem,
-        device: Device,
-        costs: CostConstants,
-    ) -> float:
-        rows = boxes_sm90.COSTS
-        tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, rows)
-        cycles = costs.gathers * launch_cycles(tile, config, forward.batch, device, rows)
-        return cycles * costs.shared if row.residents > 1 and row.columns > 64 else cycles
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
@@ -303,39 +244,8 @@ class BoxesGradients(BackwardKernel):
             pairs = [pair for pair in pairs if pair[0].sums_bias] or pairs
         return _quickest(
             pairs,
-            lambda config, row: self._weight_milliseconds(config, row, problem, device, COSTS),
+            lambda config, row: weight_milliseconds(config, row, forward, device, COSTS),
         )
-
-    def _weight_milliseconds(
-        self,
-        config: Any,
-        row: Any,
-        problem: BackwardProblem,
-        device: Device,
-        costs: CostConstants,
-    ) -> float:
-        """Of its launches, but for what a launch takes by itself."""
-        area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
-        products = costs.products
-        if row.packs:
-            products = costs.from_registers[row.channels]
-        elif row.transposes:
-            products = costs.transposing[row.channels]
-        slab = costs.slab + max(
-            area / PRODUCTS_PER_CYCLE * products, config.stage_bytes * costs.copied
-        )
-        waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
-        cycles = waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
-        total = max(cycles * 1e3 / device.clock_hertz, self._bytes_bound(problem, device, costs))
-        total += costs.partials * device.copy_milliseconds(config.partial_bytes)
-        return total + costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
-
-    def _bytes_bound(self, problem: BackwardProblem, device: Device, costs: CostConstants) -> float:
-        """Milliseconds that reading what one of the gradients reads takes, and writing that."""
-        forward = problem.forward
-        elements = padded_elements(forward.input_shape, forward.dtype)
-        elements += padded_elements(forward.output_shape, forward.dtype)
-        return costs.moved * device.copy_milliseconds(elements * forward.dtype.itemsize)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
@@ -353,8 +263,8 @@ class BoxesGradients(BackwardKernel):
             launches += 1
         if "input" in wanted:
             config, row = self._input(problem, device)
-            cycles = self._input_cycles(config, row, forward, device, costs)
-            bytes_bound = self._bytes_bound(problem, device, costs)
+            cycles = input_cycles(config, row, forward, device, costs)
+            bytes_bound = bytes_milliseconds(forward, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
             launches += 2
@@ -363,7 +273,7 @@ class BoxesGradients(BackwardKernel):
                 launches += 1
         if "weight" in wanted:
             config, row = self._weight(problem, device)
-            total += self._weight_milliseconds(config, row, problem, device, costs)
+            total += weight_milliseconds(config, row, forward, device, costs)
             launches += 2 + (config.packed_bytes > 0) + ("bias" in wanted)
             if _rewrites_input(forward):
                 rewritten += forward.input_elements + padded_input

@@ -22,6 +22,9 @@ template <class Traits, Extra kExtra>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve<Traits, kExtra>;
   Config const& config = a.config;
+  bool const has_output = a.output != nullptr, takes_moments = kExtra == Extra::kTakesMoments;
+  FUSEDCONV_CHECK(has_output || takes_moments, config.row->name,
+                  ": output: got none, expected one where no moments are taken");
   int const shared_bytes = config.schedule.shared_bytes;
   bool const by_sample = a.partials != nullptr || a.group != nullptr;
   Slabs const slabs =

@@ -217,6 +217,51 @@ def test_an_epilogue_stores_what_is_saved_beside_the_result(norm, steps):
     assert (kernel.cost(made, H200) > kernel.cost(unsaved, H200)) == stores_more
 
 
+def normalising(name: str, **changes):
+    """A row with a layer of U-Nets whose products take less than memory, behind it GroupNorm."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == f"sm90_boxes_{name}")
+    given = {"activation": "relu", "order": "norm_act", "bias": True, **changes}
+    made = upsampling(kernel, 64, norm=group_norm_stage(8), **given)
+    return kernel, dataclasses.replace(made, batch=16, spatial=(128, 128))
+
+
+@pytest.mark.parametrize("name", ["bf16_4x32_pair", "bf16_256", "tf32_256", "tf32_128_pair"])
+def test_what_memory_bounds_is_computed_twice(name):
+    kernel, made = normalising(name)
+    _, *own = kernel.compile(made, H200).steps
+    assert [step.split(" + ", 1)[-1] for step in own] == [
+        "bias + moments",
+        "merge moments",
+        "bias + normalize + relu",
+    ]
+    assert kernel.passes(made, H200) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"save": True}, {"order": "act_norm"}, {"output_dtype": torch.float16}], ids=str
+)
+@pytest.mark.parametrize("name", ["bf16_2x32_pair", "bf16_256", "tf32_256"])
+def test_what_is_saved_activated_before_or_of_another_dtype_is_computed_once(name, changes):
+    """With moments in the epilogue in float32, and in rows of 16 bits whose blocks share a
+    multiprocessor and have several phases; else by a pass."""
+    kernel, made = normalising(name, **changes)
+    assert not kernel.computes_twice(made, H200)
+    steps = kernel.compile(made, H200).steps
+    takes_moments = name != "bf16_256"
+    assert any(step.endswith("+ moments") for step in steps) == takes_moments
+    assert ("merge moments" in steps) == takes_moments
+    assert any(step.startswith("moments (") for step in steps) != takes_moments
+    assert kernel.passes(made, H200) == 1
+
+
+def test_planes_of_a_few_pixels_leave_moments_to_a_pass():
+    """A slab holds several of their samples, of which moments are apart."""
+    kernel, made = normalising("tf32_256")
+    small = dataclasses.replace(made, batch=64, spatial=(3, 3))
+    assert not kernel.can_take_moments(small, kernel.config(small, H200))
+    assert any(step.startswith("moments (") for step in kernel.compile(small, H200).steps)
+
+
 @pytest.mark.parametrize(
     ("channels", "out", "layout", "front", "behind"),
     [

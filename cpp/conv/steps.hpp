@@ -156,8 +156,9 @@ inline constexpr char const* kSavesSum = "save";
 
 // Convolution, bias, scale and shift of each channel, activation, and by tile and channel the
 // moments of activated values. Without activates_output it is stored before the activation; what is
-// `saved` is the biased sum. bias, partials, scale, shift and saved may be absent; bias, scale and
-// shift have `channels`, where the output's pixels may be padded.
+// `saved` is the biased sum. bias, partials, scale, shift and saved may be absent, and the output
+// where moments alone are wanted; bias, scale and shift have `channels`, where the output's pixels
+// may be padded.
 template <class Config>
 class Convolve final : public Step {
  public:

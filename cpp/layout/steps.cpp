@@ -101,7 +101,8 @@ std::string AddSums::describe() const { return name_; }
 std::vector<Operand> AddSums::operands() const { return {sums_, totals_}; }
 
 void AddSums::run(RunContext const& context, void*) const {
-  FUSEDCONV_CHECK(context.samples == samples_, "AddSums: batch: got ", context.samples);
+  FUSEDCONV_CHECK(context.samples == samples_, "AddSums: batch: got ", context.samples,
+                  ", expected ", samples_);
   add_sums(problem_, context.at<float>(sums_), context.at(totals_), context.stream);
 }
 

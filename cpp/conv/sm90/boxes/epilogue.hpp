@@ -1,5 +1,5 @@
-// What becomes of a consumer's accumulators: bias, scale and shift, normalisation of pixels,
-// activation, and by shared memory and tensor copies to the output.
+// What becomes of a consumer's accumulators: bias, scale and shift, GroupNorm by statistics,
+// normalisation of pixels, activation, and by shared memory and tensor copies to the output.
 //
 // Of a warp's rows a lane has lane / 4 and that plus 8, and of every 8 columns two from lane % 4 *
 // 2: sum 4 j + 2 (row / 8) + column % 2 of a segment is of its columns 8 j and on.
@@ -109,7 +109,8 @@ __device__ __forceinline__ float2 normalizing_map(Params const& p, int sample, i
   return {scale, fmaf(-own.low, scale, bias)};
 }
 
-// Adds the bias unless it has been added, and scales and shifts the output.
+// Adds the bias unless it has been added, and scales and shifts the output, by statistics of its
+// group where there are.
 template <class Traits>
 __device__ __forceinline__ void scale_and_shift(Params const& p, Block const& block,
                                                 Slab const& slab, Consumer const& self,

@@ -43,6 +43,14 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kShape>;
+  bool const takes_moments = a.partials != nullptr;
+  bool const alone = a.saved == nullptr && a.norm == nullptr && a.group == nullptr &&
+                     a.config.schedule.direction == Direction::kScatters;
+  FUSEDCONV_CHECK(!takes_moments || alone, a.config.row->name,
+                  ": partials: got some, expected none beside what is saved or normalised, nor of "
+                  "what gathers");
+  FUSEDCONV_CHECK(takes_moments || a.activates_output, a.config.row->name,
+                  ": activates_output: got false, expected true where no moments are taken");
   if (a.norm != nullptr) return launch_kernel<Own, Extra::kNormalizesPixels>(a, stream);
   if (a.partials != nullptr) return launch_kernel<Own, Extra::kTakesMoments>(a, stream);
   launch_kernel<Own, Extra::kNone>(a, stream);

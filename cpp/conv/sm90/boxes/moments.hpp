@@ -1,8 +1,8 @@
 // Moments of each channel of a consumer's slab, for GroupNorm behind the convolution.
 //
-// All are sums about a pivot of the channel, the value at the slab's first position, so that a
-// large mean costs no precision: a thread's, then a warp's by exchanging halves of what lanes have,
-// then the consumer's in shared memory, over the phases that a block has of the channel too.
+// All are sums about a pivot, the value at the slab's first position, so that a large mean costs no
+// precision: a thread's, then a warp's by exchanging halves of what lanes have, then the consumer's
+// in shared memory. Where a set's first phase has no pixel there, the pivot lies beside the image.
 #pragma once
 
 #include <cstdint>

@@ -73,7 +73,8 @@ def input_cycles(
     """Of the input's gradient by a row of ``_C.sm90.boxes.rows()``."""
     rows = boxes_sm90.COSTS
     tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, rows)
-    cycles = costs.gathers * launch_cycles(tile, config, forward.batch, device, rows)
+    tiles = config.launch_tiles(forward.batch)
+    cycles = costs.gathers * launch_cycles(tile, config, tiles, device, rows)
     return cycles * costs.shared if row.residents > 1 and row.columns > 64 else cycles
 
 

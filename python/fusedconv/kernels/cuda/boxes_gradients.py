@@ -189,8 +189,9 @@ class BoxesGradients(BackwardKernel):
                 return Support.of(config.support)
             if "bias" in wanted and not config.sums_bias:
                 return Support.no(
-                    "sums the bias's gradient where the filter is as large as its stride, and "
-                    "nothing is padded"
+                    "sums the bias's gradient where the filter is as large as its stride, without "
+                    f"padding and dilation; it is {conv.kernel_size}, the stride {conv.stride}, "
+                    f"padding {conv.padding} and {conv.output_padding}, dilation {conv.dilation}"
                 )
         elif "bias" in wanted:
             return Support.no("sums the bias's gradient beside the weight's only")

@@ -7,9 +7,9 @@ they finish leaves by tensor copies as well, to the pixels of one sub-pixel phas
 first, with the phases along width side by side. A row is a way in which products are formed, how
 many columns (output channels of phases) a block has, and how many neighbouring phases share them.
 
-GroupNorm's moments are taken in the epilogue. Where only the result is asked for and products take
-less than memory, it is convolved twice: for the moments, of which nothing is stored, and with the
-normalisation in the epilogue.
+GroupNorm's moments are taken in the epilogue, in 16 bits by part of the rows. Where only the result
+is asked for and products take less than memory, it is convolved twice: for the moments, of which
+nothing is stored, and with the normalisation in the epilogue.
 
 Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
 NCHW are transposed first, unless the filter is as large as its stride; outputs where the row has
@@ -69,8 +69,10 @@ class CostConstants:
     column: Mapping[tuple[str, int], float]
     #: A block of columns beside these.
     block: float
-    #: A column's moments, by bytes of an element; one that is not stored, over one that is.
+    #: A column's moments, by bytes of an element, and its GroupNorm by statistics; one that is not
+    #: stored, over one that is.
     moments: Mapping[int, float]
+    normalised: float
     unstored: float
     #: Where blocks share a multiprocessor: a row's products and epilogue, over those of one that
     #: has it to itself, by segments and by layout and bytes of an element; what the shorter of the
@@ -90,7 +92,7 @@ class CostConstants:
 
 #: Fitted to the times of layers of real models in both layouts, tf32 and bf16, on an H200, of 18
 #: and those of rows that share a multiprocessor of 22: the cheapest row by these takes 0.6 % longer
-#: than the best.
+#: than the best. What moments and GroupNorm add is of seven layers on an H100.
 COSTS = CostConstants(
     products={1: 0.90, 2: 1.14, 4: 1.25, 8: 1.90},
     copied=0.0131,
@@ -98,6 +100,7 @@ COSTS = CostConstants(
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
     block=1030.0,
     moments={2: 18.0, 4: 10.0},
+    normalised=9.0,
     unstored=0.1,
     shared_products={1: 0.92, 2: 0.99, 4: 1.24},
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
@@ -116,10 +119,10 @@ def tile_cycles(
     size: int,
     costs: CostConstants,
     stored: int = 1,
-    takes_moments: bool = False,
+    beside: float = 0.0,
 ) -> float:
-    """Of a pair of boxes and all columns, each ``stored`` so many times; ``layout`` is the
-    output's, ``size`` an element's."""
+    """Of a pair of boxes and all columns, each ``stored`` so many times and with cycles ``beside``;
+    ``layout`` is the output's, ``size`` an element's."""
     steps = 0.0
     for mask in config.masks:
         own = row.columns
@@ -129,9 +132,7 @@ def tile_cycles(
         copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
         steps += max(own * COLUMN_CYCLES * costs.products[row.segments], copied)
         steps += costs.step
-    column = costs.column[layout, size] * (stored if stored else costs.unstored)
-    if takes_moments:
-        column += costs.moments[size]
+    column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
     products: float = steps * config.channel_blocks * config.chunks
     epilogue: float = config.blocks * (row.columns * column + costs.block)
     if row.residents == 1:
@@ -142,11 +143,11 @@ def tile_cycles(
 
 
 def launch_cycles(
-    tile: float, config: Any, samples: int, device: Device, costs: CostConstants
+    tile: float, config: Any, tiles: int, device: Device, costs: CostConstants
 ) -> float:
-    """Of a launch for so many samples, ``tile`` cycles each pair of boxes."""
+    """Of a launch of so many pairs of boxes, ``tile`` cycles each."""
     multiprocessors = max(1, device.multiprocessors)
-    whole, left = divmod(config.launch_tiles(samples), multiprocessors)
+    whole, left = divmod(tiles, multiprocessors)
     # Tiles that are left over are divided by blocks of columns.
     rounds = whole + math.ceil(left * config.blocks / multiprocessors) / config.blocks
     return float(rounds * tile + costs.launch)
@@ -419,16 +420,17 @@ class BoxesSm90(TapsRow):
         device: Device,
         costs: CostConstants,
         stored: int,
-        takes_moments: bool,
+        beside: float,
     ) -> float:
-        """The convolution once."""
+        """The convolution once; with something ``beside`` a column, boxes are of one sample."""
         config = self.config(problem, device)
         size, layout = problem.dtype.itemsize, self._conv_layout(problem)
-        tile = tile_cycles(self.row, config, layout, size, costs, stored, takes_moments)
-        cycles = sum(
-            launches * launch_cycles(tile, config, samples, device, costs)
-            for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config))
-        )
+        tile = tile_cycles(self.row, config, layout, size, costs, stored, beside)
+        boxes = config.partial_slots // len(config.sets)  # of a sample
+        cycles = 0.0
+        for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config)):
+            tiles = math.ceil(samples * boxes / 2) if beside else config.launch_tiles(samples)
+            cycles += launches * launch_cycles(tile, config, tiles, device, costs)
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
         return max(cycles * 1e3 / device.clock_hertz, bytes_bound)
@@ -448,14 +450,15 @@ class BoxesSm90(TapsRow):
         packed = config.filter_bytes / size * costs.pack * 1e3
         chunks = -(-problem.batch // self.chunk(problem, config))
         if twice:
-            milliseconds = self._launch_milliseconds(problem, device, costs, 0, True)
-            milliseconds += self._launch_milliseconds(problem, device, costs, 1, False)
+            milliseconds = self._launch_milliseconds(problem, device, costs, 0, costs.moments[size])
+            milliseconds += self._launch_milliseconds(problem, device, costs, 1, costs.normalised)
             launches = 1 + 3 * chunks
             moved = 2 * problem.input_elements * size if problem.layout == "strided" else 0
             beside = device.copy_milliseconds(moved) + launches * device.launch_milliseconds
         else:
             stored = 1 + self._saves_apart(problem)
-            milliseconds = self._launch_milliseconds(problem, device, costs, stored, takes_moments)
+            moments = costs.moments[size] if takes_moments else 0.0
+            milliseconds = self._launch_milliseconds(problem, device, costs, stored, moments)
             passes = self._passes_of_one(problem, device)
             beside = self.milliseconds_beside(problem, device, chunks, passes)
         if takes_moments:

@@ -11,6 +11,8 @@
 
 namespace fusedconv::conv::sm90::boxes::weight {
 
+static_assert(kConsumerWarps == kWarpgroupWarps);
+
 // A part of the sum of a unit's channel.
 template <class Traits>
 __device__ __forceinline__ void leave_bias_sum(Params const& p, BlockWork const& work, int unit,

@@ -18,6 +18,12 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &sum_products<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
+  if constexpr (Traits::kBlock.transposes) {
+    // A warp that skipped a phase of a barrier that it waits for could not tell the next from it.
+    bool const waits_for_every_phase = kInputBoxes<Traits> >= kTransposingWarps ||
+                                       s.stages * kInputBoxes<Traits> % kTransposingWarps == 0;
+    FUSEDCONV_CHECK(waits_for_every_phase, config.row->name, ": stages: got ", s.stages);
+  }
   int const batch = int(config.batch);
   conv::check_launch(config, batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));

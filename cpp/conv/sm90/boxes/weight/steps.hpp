@@ -51,6 +51,7 @@ class SumProducts final : public Step {
         bias_channels_(bias_channels) {
     if (bias_sums.present()) {
       expect(config, "whether the bias's gradient is summed", config.sums_bias(), true);
+      expect_channels(config, "channels of the bias", bias_channels, config.problem.channels);
     }
   }
 

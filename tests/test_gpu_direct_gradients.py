@@ -80,7 +80,7 @@ def tensors_of(channels, spatial, kernel, layout, dtype, batch=2):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("channels", [1, 24, 33])
+@pytest.mark.parametrize("channels", [1, 24, 33, 130])
 def test_against_fp64(channels, spatial, kernel, stride, layout, dtype):
     torch.manual_seed(channels)
     tensors = tensors_of(channels, spatial, (kernel,) * len(spatial), layout, dtype)

@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # gloo's threads outlive their group, and one that drops a tensor while the interpreter is
+        # torn down aborts the process (github.com/pytorch/pytorch/issues/190489).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable
 
@@ -132,6 +133,9 @@ def train(rank: int, rendezvous: str, wrap: Callable[[nn.Module], nn.Module]) ->
                 single_optimizer.zero_grad()
     finally:
         distributed.destroy_process_group()
+    # gloo's threads outlive their group, and one that drops a tensor while the interpreter is torn
+    # down aborts the process (github.com/pytorch/pytorch/issues/190489).
+    os._exit(0)
 
 
 @pytest.mark.parametrize(

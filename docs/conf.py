@@ -37,6 +37,8 @@ PAGES = {
     "benchmarks/README.md": "performance",
     "examples/plugin/README.md": "kernels",
 }
+MEASURED = ("systems", "group_norm", "layers", "models", "processors", "choosing", "hopper")
+PAGES |= {f"benchmarks/{name}.md": f"performance/{name}" for name in MEASURED}
 
 
 def shapes_are_no_emphasis(
@@ -49,9 +51,13 @@ def shapes_are_no_emphasis(
         lines[number] = "".join(parts)
 
 
-def is_in_repository(target: str) -> bool:
-    """Whether a link of an included file names a file or folder; links count from the file."""
-    return any((ROOT / included).parent.joinpath(target).exists() for included in PAGES)
+def in_repository(target: str) -> PurePosixPath | None:
+    """The file or folder that a link of an included file names; links count from the file."""
+    for included in PAGES:
+        path = PurePosixPath(included).parent / target
+        if (ROOT / path).exists():
+            return path
+    return None
 
 
 class FileLinks(SphinxPostTransform):
@@ -63,10 +69,10 @@ class FileLinks(SphinxPostTransform):
     def run(self, **keywords: Any) -> None:
         for reference in list(self.document.findall(pending_xref)):
             target = reference["reftarget"]
-            if reference["reftype"] != "myst" or not is_in_repository(target):
+            path = in_repository(target) if reference["reftype"] == "myst" else None
+            if path is None:
                 continue
-            path = PurePosixPath(target)
-            page = path.stem if path.parts[0] == "docs" else PAGES.get(target)
+            page = path.stem if path.parts[0] == "docs" else PAGES.get(str(path))
             text = reference[0].deepcopy()
             if page is not None:
                 uri = self.app.builder.get_relative_uri(self.env.docname, page)

@@ -98,11 +98,19 @@ class Backward {
     return affine_[problem_.channels + channel_of(unit, channel)];
   }
 
+  // Group by group: a division for each channel of each part would take as long as the part.
   void fill_lanes(int64_t unit, Lanes const& lanes) const {
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      lanes.mean[channel] = tensors_.mean[group_of(unit, channel)];
-      lanes.scale[channel] = scale_of(unit, channel);
-      lanes.shift[channel] = shift_of(unit, channel);
+    float const* const weight = affine_.get();
+    float const* const bias = weight + problem_.channels;
+    int64_t const run = problem_.channels_per_group();
+    for (int64_t group = 0; group < groups_; ++group) {
+      float const mean = tensors_.mean[unit * groups_ + group];
+      float const rstd = tensors_.rstd[unit * groups_ + group];
+      for (int64_t channel = group * run; channel < (group + 1) * run; ++channel) {
+        lanes.mean[channel] = mean;
+        lanes.scale[channel] = rstd * weight[channel];
+        lanes.shift[channel] = bias[channel];
+      }
     }
     for (float* const array : {lanes.mean, lanes.scale, lanes.shift}) repeat(array);
   }
@@ -141,34 +149,38 @@ class Backward {
         grad(unit * length_ + begin), input(unit * length_ + begin), count, rows_.lanes, lanes.mean,
         lanes.scale, lanes.shift, lanes.sum, lanes.moment);
     int64_t const end = std::min(rows_.lanes, count);
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      Sums total;
-      for (int64_t lane = channel; lane < end; lane += channels_) {
-        total.gradient += static_cast<double>(lanes.sum[lane]);
-        total.moment += static_cast<double>(lanes.moment[lane]);
+    Sums* const totals = &partial(place, part, 0);
+    std::fill_n(totals, channels_, Sums{});
+    for (int64_t lane = 0; lane < end; lane += channels_) {
+      for (int64_t channel = 0; channel < channels_; ++channel) {
+        totals[channel].gradient += static_cast<double>(lanes.sum[lane + channel]);
+        totals[channel].moment += static_cast<double>(lanes.moment[lane + channel]);
       }
-      partial(place, part, channel) = total;
     }
   }
 
   void merge(int64_t unit, int64_t place) {
     double const size = static_cast<double>(problem_.group_size());
     int64_t const run = problem_.channels_per_group();
+    Sums* const totals = &sums_[unit * channels_];
+    std::fill_n(totals, channels_, Sums{});
+    // In the order of memory: a channel's partial sums are a whole row of channels apart.
+    for (int64_t piece = 0; piece < pieces_; ++piece) {
+      Sums const* const sums = &partial(place, piece, 0);
+      for (int64_t channel = 0; channel < channels_; ++channel) {
+        totals[channel].gradient += sums[channel].gradient;
+        totals[channel].moment += sums[channel].moment;
+      }
+    }
     for (int64_t group = 0; group < groups_; ++group) {
       double const rstd = static_cast<double>(tensors_.rstd[unit * groups_ + group]);
       double gradient = 0.0, projection = 0.0;
       for (int64_t channel = group * run; channel < (group + 1) * run; ++channel) {
-        Sums total;
-        for (int64_t piece = 0; piece < pieces_; ++piece) {
-          Sums const& sums = partial(place, piece, channel);
-          total.gradient += sums.gradient;
-          total.moment += sums.moment;
-        }
+        Sums& total = totals[channel];
         total.moment *= rstd;
         double const weight = static_cast<double>(affine_[channel_of(unit, channel)]);
         gradient += weight * total.gradient;
         projection += weight * total.moment;
-        sums_[unit * channels_ + channel] = total;
       }
       terms_[place * groups_ + group] = {static_cast<float>(rstd * rstd * projection / size),
                                          static_cast<float>(rstd * gradient / size)};
@@ -194,10 +206,10 @@ class Backward {
     }
     Lanes const lanes = lanes_of(thread);
     fill_lanes(unit, lanes);
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      Terms const& of_group = terms[channel / problem_.channels_per_group()];
-      lanes.slope[channel] = of_group.slope;
-      lanes.offset[channel] = of_group.offset;
+    int64_t const run = problem_.channels_per_group();
+    for (int64_t group = 0; group < groups_; ++group) {
+      std::fill_n(lanes.slope + group * run, run, terms[group].slope);
+      std::fill_n(lanes.offset + group * run, run, terms[group].offset);
     }
     for (float* const array : {lanes.slope, lanes.offset}) repeat(array);
     int64_t const begin = part * rows_.elements_of_part;

@@ -44,13 +44,18 @@ class MapGradients {
     schedule_.run(nothing, nothing, [this](int64_t unit, int64_t, int64_t, int64_t thread) {
       last_ ? rows(unit, thread) : planes(unit);
     });
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      Sums total;
-      for (int64_t i = 0; i < problem_.batch * pieces_; ++i) {
-        Sums const& sums = partial_[i * channels_ + channel];
-        total.gradient += sums.gradient;
-        total.moment += sums.moment;
+    Buffer<Sums> const totals(channels_);
+    std::fill_n(totals.get(), channels_, Sums{});
+    // In the order of memory: a channel's partial sums are a whole row of channels apart.
+    for (int64_t i = 0; i < problem_.batch * pieces_; ++i) {
+      Sums const* const sums = &partial_[i * channels_];
+      for (int64_t channel = 0; channel < channels_; ++channel) {
+        totals[channel].gradient += sums[channel].gradient;
+        totals[channel].moment += sums[channel].moment;
       }
+    }
+    for (int64_t channel = 0; channel < channels_; ++channel) {
+      Sums const& total = totals[channel];
       if (tensors_.grad_bias != nullptr) {
         tensors_.grad_bias[channel] = static_cast<float>(total.gradient);
       }

@@ -325,6 +325,21 @@ def test_the_number_of_threads_changes_no_bit(dtype, layout, threads):
             assert torch.equal(result, results[0])
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("shape", [(2, 3, 330, 331), (1, 2, 1460, 1450)], ids=str)
+def test_activations_kept_for_all_threads_or_computed_twice(shape, layout, threads):
+    """A group's activations are kept in a core's own cache, in that which cores share or nowhere."""
+    x = LAYOUTS[layout](values(shape, torch.float32))
+    weight, bias = affine(shape[1], torch.float32)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        results.append(group_norm(x, 1, weight, bias, activation="gelu"))
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+    check(x, 1, weight, bias, activation="gelu")
+
+
 def test_batches_do_not_influence_each_other():
     x = values((5, 12, 17, 19), torch.float32)
     for layout in ("nchw", "nhwc"):

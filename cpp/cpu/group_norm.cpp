@@ -19,7 +19,8 @@ constexpr int64_t kPivot = 512;        // elements of a run whose mean is the pi
 constexpr int64_t kPivotRows = 4;      // the same for rows
 constexpr int64_t kTile = 8192;        // elements of a tile: 32 KiB of float32
 constexpr int64_t kTilePixels = 64;    // at most
-constexpr int64_t kMaxKept = 1 << 18;  // elements of a unit: 1 MiB of float32
+constexpr int64_t kMaxOwn = 1 << 18;   // elements of a unit: 1 MiB of float32, a core's own cache
+constexpr int64_t kMaxKept = 1 << 22;  // 16 MiB: of the cache that cores share
 
 struct Moments {
   double mean = 0.0;
@@ -57,8 +58,10 @@ class Forward {
         writes_(last_         ? rows_.parts
                 : transposes_ ? transposed_parts_
                               : planes_.parts),
-        schedule_(problem.batch * problem.groups / groups_, length_, reads_, writes_, threads),
+        // By the unit alone: what is computed twice may be rounded otherwise.
         keeps_(normalises && is_costly(problem.activation_before) && length_ <= kMaxKept),
+        schedule_(problem.batch * problem.groups / groups_, length_, reads_, writes_, threads,
+                  keeps_ && length_ > kMaxOwn),
         kept_(keeps_ ? schedule_.places() * length_ : 0),
         dtype_(keeps_ ? DType::kFloat32 : problem.dtype),
         before_(keeps_ ? Activation::kIdentity : problem.activation_before),
@@ -364,8 +367,8 @@ class Forward {
   int64_t pieces_;             // of a group whose channels come first
   int64_t tile_pixels_, transposed_parts_;
   int64_t reads_, writes_;  // parts of a unit
+  bool keeps_;              // what the activation in front gives
   Schedule schedule_;
-  bool keeps_;               // what the activation in front gives
   Buffer<float> kept_;       // [places, elements of a unit]
   DType dtype_;              // of what is normalised
   Activation before_;        // that it still gets

@@ -87,13 +87,15 @@ struct Planes {
 // written in parts. No cut depends on the number of threads, so neither do the bits of the result.
 class Schedule {
  public:
+  // `shares` has threads share units even where they could take whole ones.
   Schedule(int64_t units, int64_t elements_of_unit, int64_t parts_to_read, int64_t parts_to_write,
-           int threads)
+           int threads, bool shares = false)
       : units_(units), reads_(parts_to_read), writes_(parts_to_write) {
     threads_ = std::min({static_cast<int64_t>(threads), units * std::max(reads_, writes_),
                          ceil_div(units * elements_of_unit, kMinPerThread)});
     // A unit of one part has nothing to share.
-    whole_ = reads_ + writes_ == 1 || units_ % threads_ == 0 || units_ >= 8 * threads_;
+    whole_ = reads_ + writes_ == 1 || threads_ == 1 ||
+             (!shares && (units_ % threads_ == 0 || units_ >= 8 * threads_));
     int64_t const wave = threads_ * kWavePerThread / elements_of_unit;
     places_ = whole_ ? threads_ : std::clamp<int64_t>(wave, 1, units_);
   }

@@ -328,7 +328,7 @@ def test_the_number_of_threads_changes_no_bit(dtype, layout, threads):
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("shape", [(2, 3, 330, 331), (1, 2, 1460, 1450)], ids=str)
 def test_activations_kept_for_all_threads_or_computed_twice(shape, layout, threads):
-    """A group's activations are kept in a core's own cache, in that which cores share or nowhere."""
+    """Activations are kept in a core's own cache, in that which cores share, or nowhere."""
     x = LAYOUTS[layout](values(shape, torch.float32))
     weight, bias = affine(shape[1], torch.float32)
     results = []

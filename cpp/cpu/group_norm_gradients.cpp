@@ -1,5 +1,6 @@
 // The gradients of GroupNorm for processors: sums of each channel of a sample, in parts; what the
 // group's sums say of each element; the input's gradient, in parts; sums over the samples in order.
+#include "cpu/gradient_sums.hpp"
 #include "cpu/group_norm.hpp"
 #include "cpu/huge_pages.hpp"
 #include "cpu/schedule.hpp"
@@ -43,13 +44,10 @@ class Backward {
     schedule_.run([this](auto... where) { sum(where...); },
                   [this](auto... where) { merge(where...); },
                   [this](auto... where) { differentiate(where...); });
+    Buffer<Sums> const totals(problem_.channels);
+    sum_pieces(sums_.get(), problem_.batch, problem_.channels, totals.get());
     for (int64_t channel = 0; channel < problem_.channels; ++channel) {
-      Sums total;
-      for (int64_t sample = 0; sample < problem_.batch; ++sample) {
-        Sums const& sums = sums_[sample * problem_.channels + channel];
-        total.gradient += sums.gradient;
-        total.moment += sums.moment;
-      }
+      Sums const& total = totals[channel];
       if (tensors_.grad_bias != nullptr) {
         tensors_.grad_bias[channel] = static_cast<float>(total.gradient);
       }
@@ -61,9 +59,7 @@ class Backward {
 
  private:
   // Of a channel: the sums of g, and of g (a - mean) or g h.
-  struct Sums {
-    double gradient = 0.0, moment = 0.0;
-  };
+  using Sums = GradientSums;
 
   static constexpr int kArrays = 7;
   // A thread's arrays of lanes.
@@ -149,29 +145,14 @@ class Backward {
         grad(unit * length_ + begin), input(unit * length_ + begin), count, rows_.lanes, lanes.mean,
         lanes.scale, lanes.shift, lanes.sum, lanes.moment);
     int64_t const end = std::min(rows_.lanes, count);
-    Sums* const totals = &partial(place, part, 0);
-    std::fill_n(totals, channels_, Sums{});
-    for (int64_t lane = 0; lane < end; lane += channels_) {
-      for (int64_t channel = 0; channel < channels_; ++channel) {
-        totals[channel].gradient += static_cast<double>(lanes.sum[lane + channel]);
-        totals[channel].moment += static_cast<double>(lanes.moment[lane + channel]);
-      }
-    }
+    sum_lanes(lanes.sum, lanes.moment, end, channels_, &partial(place, part, 0));
   }
 
   void merge(int64_t unit, int64_t place) {
     double const size = static_cast<double>(problem_.group_size());
     int64_t const run = problem_.channels_per_group();
     Sums* const totals = &sums_[unit * channels_];
-    std::fill_n(totals, channels_, Sums{});
-    // In the order of memory: a channel's partial sums are a whole row of channels apart.
-    for (int64_t piece = 0; piece < pieces_; ++piece) {
-      Sums const* const sums = &partial(place, piece, 0);
-      for (int64_t channel = 0; channel < channels_; ++channel) {
-        totals[channel].gradient += sums[channel].gradient;
-        totals[channel].moment += sums[channel].moment;
-      }
-    }
+    sum_pieces(&partial(place, 0, 0), pieces_, channels_, totals);
     for (int64_t group = 0; group < groups_; ++group) {
       double const rstd = static_cast<double>(tensors_.rstd[unit * groups_ + group]);
       double gradient = 0.0, projection = 0.0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cpu/channel_sums.hpp"
+#include "cpu/gradient_sums.hpp"
 #include "cpu/huge_pages.hpp"
 #include "cpu/schedule.hpp"
 #include "cpu/ungrouped_gradients.hpp"
@@ -45,15 +46,7 @@ class MapGradients {
       last_ ? rows(unit, thread) : planes(unit);
     });
     Buffer<Sums> const totals(channels_);
-    std::fill_n(totals.get(), channels_, Sums{});
-    // In the order of memory: a channel's partial sums are a whole row of channels apart.
-    for (int64_t i = 0; i < problem_.batch * pieces_; ++i) {
-      Sums const* const sums = &partial_[i * channels_];
-      for (int64_t channel = 0; channel < channels_; ++channel) {
-        totals[channel].gradient += sums[channel].gradient;
-        totals[channel].moment += sums[channel].moment;
-      }
-    }
+    sum_pieces(partial_.get(), problem_.batch * pieces_, channels_, totals.get());
     for (int64_t channel = 0; channel < channels_; ++channel) {
       Sums const& total = totals[channel];
       if (tensors_.grad_bias != nullptr) {
@@ -71,9 +64,7 @@ class MapGradients {
 
  private:
   // Of a channel: the sums of g and of g a.
-  struct Sums {
-    double gradient = 0.0, moment = 0.0;
-  };
+  using Sums = GradientSums;
 
   float* scale() const { return affine_.get(); }
   float* shift() const { return scale() + std::max(channels_, rows_.lanes) + kRoom; }
@@ -98,14 +89,7 @@ class MapGradients {
           sum, moment);
     }
     int64_t const end = std::min(rows_.lanes, count);
-    for (int64_t channel = 0; channel < channels_; ++channel) {
-      Sums total;
-      for (int64_t lane = channel; lane < end; lane += channels_) {
-        total.gradient += static_cast<double>(sum[lane]);
-        total.moment += static_cast<double>(moment[lane]);
-      }
-      partial(sample, part, channel) = total;
-    }
+    sum_lanes(sum, moment, end, channels_, &partial(sample, part, 0));
   }
 
   void planes(int64_t unit) const {

@@ -32,6 +32,7 @@ def operands(case: dict[str, Any], dtype: torch.dtype, layout: str = "nchw") -> 
     x = case["draw"](case["batch"], case["channels"], *case["spatial"], device="cuda")
     x = in_layout(x, layout)
     weight = torch.randn(case["channels"], case["out"], *case["kernel"], device="cuda")
+    weight = in_layout(weight, case.get("weight_layout", "nchw"))
     bias = torch.randn(case["out"], device="cuda")
     return [x.to(dtype), (weight / case["channels"] ** 0.5).to(dtype), bias.to(dtype)]
 

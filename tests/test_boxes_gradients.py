@@ -37,6 +37,8 @@ def forward(
     spatial=(19, 23), *, batch=3, kernel=(4, 4), channels=72, out=40, precision="bf16", **changes
 ) -> ForwardProblem:
     weight = torch.empty(channels, out, *kernel)
+    if changes.pop("weight_layout", "nchw") == "nhwc":
+        weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
     layout = changes.pop("layout", "nhwc")
     norm = changes.pop("norm", None)
     activation = changes.pop("activation", "identity")
@@ -186,6 +188,27 @@ def test_steps(precision, layout):
     assert any(step.startswith(f"sm90_boxes_{name}_") for step in steps)
     assert ("pack the input (rounded to TF32)" in steps) == packs(steps)
     assert steps[-1] == "add the weight gradient's parts"
+
+
+@pytest.mark.parametrize(
+    ("out", "weight_layout", "as_it_lies"),
+    [(40, "nhwc", True), (40, "nchw", False), (12, "nhwc", None), (17, "nhwc", False)],
+)
+@pytest.mark.parametrize("kernel", [(4, 4), (2, 1), (1, 3), (1, 1)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_weight_whose_output_channels_are_beside_each_other_is_not_packed(
+    precision, kernel, out, weight_layout, as_it_lies
+):
+    """In whole 16 bytes, which 12 channels are in TF32 alone."""
+    case = forward(precision=precision, out=out, kernel=kernel, weight_layout=weight_layout)
+    steps = kernel_of(precision).compile(backward_problem(case, "input"), H200).steps
+    if as_it_lies is None:
+        as_it_lies = precision == "tf32"
+    if kernel == (1, 1):  # of one tap both layouts are the same
+        as_it_lies = out != 17 and (out != 12 or precision == "tf32")
+    convolve = next(step for step in steps if step.startswith("sm90_boxes_"))
+    assert convolve.endswith("(nhwc, the weight as it lies)") == as_it_lies
+    assert any(step.startswith("pack filter") for step in steps) != as_it_lies
 
 
 def packs(steps: tuple[str, ...]) -> bool:

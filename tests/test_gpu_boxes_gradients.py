@@ -14,6 +14,7 @@ from conv_gradients import (
     TF32_ERROR,
     eager,
     gradients,
+    in_layout,
     operands,
     output_gradient,
 )
@@ -92,6 +93,7 @@ def random_problem(generator: random.Random, channels: list[int]) -> dict[str, A
         "dilation": dilation,
         "draw": generator.choice((torch.randn, torch.rand)),
         "grad": generator.choice(("dense", "channels last", "sliced", "expanded")),
+        "weight_layout": generator.choice(("nchw", "nhwc")),
     }
 
 
@@ -313,6 +315,35 @@ def test_each_gradient_alone(kernel, gradients_of):
     for name, expected in zip(NAMES, every, strict=True):
         (found,) = gradients(conv_transpose_act_norm, tensors, grad, (name,), **geometry)
         assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(("first", "out"), [(0, 40), (0, 72), (16, 40), (1, 40)])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_weight_that_is_a_part_of_another(kernel, first, out, gradients_of):
+    """Its output channels from ``first`` on: one of which tensor copies read what lies beside each
+    other, and begin at whole 16 bytes, or at none."""
+    gradients_of(kernel)
+    case = {
+        "batch": 3,
+        "channels": 136,
+        "out": 72,
+        "spatial": (11, 13),
+        "kernel": (3, 2),
+        "draw": torch.randn,
+        "weight_layout": "nhwc",
+    }
+    x, wide, bias = operands(case, DTYPES[kernel.precision], "nhwc")
+    last = min(first + out, 72)
+    tensors = [x, wide[:, first:last], bias[first:last]]
+    geometry = {"stride": [2, 1], "padding": [1, 0]}
+    grad = torch.randn_like(eager(*tensors, **geometry))
+    wanted = NAMES[:2]
+    poison()
+    found = gradients(conv_transpose_act_norm, tensors, grad, wanted, **geometry)
+    tensors[1] = in_layout(tensors[1], "nhwc")
+    expected = gradients(conv_transpose_act_norm, tensors, grad, wanted, **geometry)
+    for name, one, other in zip(wanted, found, expected, strict=True):
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -132,6 +132,8 @@ void bind_sm90_boxes(py::module_& room) {
       .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
+      .def("reads_weight", &Config::reads_weight, py::arg("weight"),
+           "Whether a weight is read as it lies, of an address that is a multiple of 16 bytes.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"),
            "Pairs of boxes, which a block multiplies at a time.")
       .def_property_readonly("holds_pixels", &Config::holds_pixels,
@@ -149,6 +151,12 @@ void bind_sm90_boxes(py::module_& room) {
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve_steps<Config>(m);
+  py::class_<ConvolveByWeight, Step, std::shared_ptr<ConvolveByWeight>>(
+      m, "ConvolveByWeight",
+      "A convolution that gathers, by a weight that the config reads_weight.")
+      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand, Operand>(),
+           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("input"), py::arg("weight"),
+           py::arg("output"));
   py::class_<ConvolveNormalizing, Step, std::shared_ptr<ConvolveNormalizing>>(
       m, "ConvolveNormalizing",
       "Convolution, bias, LayerNorm over the channels of a pixel or GroupNorm by statistics, and "

@@ -33,6 +33,12 @@ struct Phases {
 struct FilterSource {
   int64_t c = 0, k = 0, t = 1, r = 1, s = 1;
   int64_t stride_c = 0, stride_k = 0, stride_t = 0, stride_r = 0, stride_s = 0;
+
+  int64_t taps() const { return t * r * s; }
+  // From a tap to the next of the innermost axis that has several; of one any will do.
+  int64_t tap_stride() const {
+    return s > 1 ? stride_s : r > 1 ? stride_r : t > 1 ? stride_t : stride_k;
+  }
 };
 
 }  // namespace fusedconv::conv

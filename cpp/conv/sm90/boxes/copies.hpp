@@ -20,6 +20,7 @@ struct Maps {
   CUtensorMap whole;
   CUtensorMap parts[kMostPhases];
   CUtensorMap saved[kMostPhases];
+  CUtensorMap weight;  // for rows of a tap and a chunk, where that is read as it lies
 };
 
 struct Barriers {
@@ -59,8 +60,14 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
               Traits::kPlanes ? column : channel, Traits::kPlanes ? channel : column,
               slabs[i].origin[1] + shift[1], slabs[i].origin[0] + shift[0], slabs[i].sample);
         }
-        device::bulk_load(device::shared_address(stage) + kConsumers * kSlab * kChunkBytes, filter,
-                          filter_bytes, full);
+        unsigned char* const rows = stage + kConsumers * kSlab * kChunkBytes;
+        if (p.packed) {
+          device::bulk_load(device::shared_address(rows), filter, filter_bytes, full);
+        } else {
+          cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full,
+                                       uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), rows,
+                                       chunk * Traits::kChunk, tap, block.channel, 0, 0);
+        }
         filter += filter_bytes;
         cursor.advance(p.stages);
       }

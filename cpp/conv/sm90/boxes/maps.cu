@@ -73,6 +73,18 @@ void store_maps(Arguments const& a, Slabs const& slabs, void* base, CUtensorMap*
   }
 }
 
+// Of a weight whose channels are beside each other: rows of a chunk's, for all columns at a tap.
+MapAxes weight_axes(FilterSource const& weight, Shape const& shape, int element_bytes) {
+  MapAxes axes{};
+  axes.extents = {cuuint64_t(weight.c), cuuint64_t(weight.taps()), cuuint64_t(weight.k), 1, 1};
+  auto const tap = cuuint64_t(weight.tap_stride() * element_bytes),
+             row = cuuint64_t(weight.stride_k * element_bytes);
+  axes.strides = {tap, row, row, row};
+  axes.box = {cuuint32_t(kChunkBytes / element_bytes), 1, cuuint32_t(shape.columns), 1, 1};
+  axes.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  return axes;
+}
+
 }  // namespace
 
 Maps maps_of(Arguments const& a, Slabs const& slabs) {
@@ -99,6 +111,10 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
     maps.whole = encode(config.row->math, a.input, input);
   }
 
+  if (a.weight != nullptr) {
+    maps.weight =
+        encode(config.row->math, a.filter, weight_axes(*a.weight, config.row->shape, element));
+  }
   if (a.output != nullptr) store_maps(a, slabs, a.output, gathers ? &maps.whole : maps.parts);
   if (a.saved != nullptr) store_maps(a, slabs, a.saved, maps.saved);
   return maps;

@@ -21,6 +21,7 @@ struct Params {
   GroupStatistics group;
   CountedPartial* partials;
   bool channels_last, gathers, saves;
+  bool packed;                    // the filter
   bool stores, activates_output;  // where moments are taken
   Activation activation;
   int output_channels;
@@ -109,6 +110,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.gathers = s.direction == Direction::kGathers;
   p.saves = a.saved != nullptr;
+  p.packed = a.weight == nullptr;
   p.output_channels = config.problem.output_channels;
   p.own_channels = a.own_channels > 0 ? a.own_channels : p.output_channels;
   FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,

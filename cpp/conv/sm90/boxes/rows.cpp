@@ -19,6 +19,18 @@ Config::Config(Row const& row, Problem const& problem, Device const& device, Dir
       multiprocessors(device.multiprocessors),
       schedule(schedule_of(problem, direction, row.math, row.shape, device)) {}
 
+bool Config::reads_weight(FilterSource const& weight) const {
+  auto const whole = [&](int64_t elements) {
+    return elements * traits().element_bytes() % kPieceBytes == 0;
+  };
+  // Taps are one axis of a tensor map.
+  bool const even = (weight.s == 1 || weight.stride_s == weight.tap_stride()) &&
+                    (weight.r == 1 || weight.stride_r == weight.s * weight.tap_stride()) &&
+                    (weight.t == 1 || weight.stride_t == weight.r * weight.s * weight.tap_stride());
+  return schedule.direction == Direction::kGathers && weight.stride_c == 1 && even &&
+         whole(weight.tap_stride()) && whole(weight.stride_k);
+}
+
 int64_t Config::tiles(int64_t batch) const {
   return ceil_div(schedule.slabs(batch).all(), kConsumers);
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "conv/problem.hpp"
 #include "conv/sm90/boxes/schedule.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -40,14 +41,15 @@ struct Arguments {
   Config const& config;
   int batch = 0;
   Activation activation = Activation::kIdentity;
-  void const* input = nullptr;   // channels first where the row reads planes, else last
-  void const* filter = nullptr;  // packed by pack_filter()
-  void const* bias = nullptr;    // [K] of the tensors' type, or null
-  float const* scale = nullptr;  // [K], or null: times the biased sum
-  float const* shift = nullptr;  // [K], or null: added to that
-  int own_channels = 0;          // K, or 0: those of the output's pixels, which may be padded
-  void* output = nullptr;        // in the problem's layout
-  void* saved = nullptr;         // as output, or null: the biased sum, which the rest then reads
+  void const* input = nullptr;           // channels first where the row reads planes, else last
+  void const* filter = nullptr;          // packed by pack_filter(), or a weight
+  FilterSource const* weight = nullptr;  // how that lies, which the config reads as it is
+  void const* bias = nullptr;            // [K] of the tensors' type, or null
+  float const* scale = nullptr;          // [K], or null: times the biased sum
+  float const* shift = nullptr;          // [K], or null: added to that
+  int own_channels = 0;    // K, or 0: those of the output's pixels, which may be padded
+  void* output = nullptr;  // in the problem's layout
+  void* saved = nullptr;   // as output, or null: the biased sum, which the rest then reads
   PixelNorm const* norm = nullptr;
   GroupStatistics const* group = nullptr;
   // Moments of activated values: [N, slots, K], or null. The output then may be null, and is before
@@ -87,6 +89,9 @@ struct Config {
   // How the input is read, for a person.
   std::string reads() const { return row->shape.planes ? "nchw" : "nhwc"; }
   MathTraits const& traits() const { return traits_of(row->math); }
+  // Whether copies read a weight that begins at a multiple of 16 bytes as it lies: one whose
+  // channels are beside each other, of a convolution that gathers.
+  bool reads_weight(FilterSource const& weight) const;
   // Pairs of slabs, which a block multiplies at a time.
   int64_t tiles(int64_t batch) const;
   // Whether a block has all channels of its pixels, so that it can normalise them.

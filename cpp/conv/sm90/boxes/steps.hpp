@@ -1,6 +1,7 @@
-// What conv/steps.hpp asks of this kind of convolution, and the step that only it has.
+// What conv/steps.hpp asks of this kind of convolution, and the steps that only it has.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,42 @@ struct PartialOf<sm90::boxes::Config> {
 }  // namespace fusedconv::conv
 
 namespace fusedconv::conv::sm90::boxes {
+
+// A convolution that gathers, by a weight as it lies, which is `weight`: one that the config reads.
+class ConvolveByWeight final : public Step {
+ public:
+  ConvolveByWeight(Config const& config, FilterSource const& source, Operand input, Operand weight,
+                   Operand output)
+      : config_(served(config)),
+        source_(matching(config, source)),
+        input_(input),
+        weight_(weight),
+        output_(output) {
+    expect(config, "whether the weight is read as it lies", config.reads_weight(source), true);
+  }
+
+  std::string describe() const override {
+    return detail::join(config_.row->name, " (", config_.reads(), ", the weight as it lies)");
+  }
+  std::vector<Operand> operands() const override { return {input_, weight_, output_}; }
+  void run(RunContext const& context, void*) const override {
+    void const* const weight = context.at(weight_);
+    FUSEDCONV_CHECK(reinterpret_cast<uintptr_t>(weight) % kPieceBytes == 0, config_.row->name,
+                    ": weight: got an address that is no multiple of ", kPieceBytes);
+    config_.row->launch({.config = config_,
+                         .batch = int(context.samples),
+                         .input = context.at(input_),
+                         .filter = weight,
+                         .weight = &source_,
+                         .output = context.at(output_)},
+                        context.stream);
+  }
+
+ private:
+  Config config_;
+  FilterSource source_;
+  Operand input_, weight_, output_;
+};
 
 // Convolution, bias, normalisation, activation: LayerNorm over the channels of a pixel, or where
 // there are statistics, GroupNorm by these. bias, statistics, weight and norm_bias may be absent.

@@ -2,12 +2,12 @@
 
 The input's gradient gathers: it is an ordinary convolution of the output's gradient with the
 transposed one's stride, computed by the rows of ``boxes_sm90``; each tap reads the pixels of one
-phase of the stride. The weight's gradient multiplies boxes of the input by the same boxes of the
-output's gradient, summed over positions; in TF32 the input is packed first, or transposed on its
-way to the products. Where the filter is as large as its stride, the bias's is summed on the way.
-Both read and write channels last, pixels of whole 16 bytes: tensors in NCHW,
-and those of other channels, are transposed and padded with zeros in front, and cut behind. Nothing
-is split into planes.
+phase of the stride, and a weight that is channels last is read as it lies. The weight's gradient
+multiplies boxes of the input by the same boxes of the output's gradient, summed over positions; in
+TF32 the input is packed first, or transposed on its way to the products. Where the filter is as
+large as its stride, the bias's is summed on the way. Both read and write channels last, pixels of
+whole 16 bytes: tensors in NCHW, and those of other channels, are transposed and padded with zeros
+in front, and cut behind. Nothing is split into planes.
 """
 
 from __future__ import annotations
@@ -267,8 +267,10 @@ class BoxesGradients(BackwardKernel):
             cycles = input_cycles(config, row, forward, device, costs)
             bytes_bound = bytes_milliseconds(forward, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
-            total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
-            launches += 2
+            launches += 1
+            if not _reads_weight(config, forward):
+                total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
+                launches += 1
             if _rewrites_back(forward):
                 rewritten += forward.input_elements + padded_input
                 launches += 1
@@ -373,32 +375,35 @@ class BoxesGradients(BackwardKernel):
         conv = forward.conv
         assert conv is not None
         room, (config, _) = _C.sm90.boxes, self._input(problem, device)
-        filter = program.scratch(0, config.filter_bytes)
-        program.compiled.before(
-            room.PackFilter(
-                config,
-                source=_filter(conv, conv.weight_strides),
-                weight=program.weight,
-                filter=filter,
-            )
-        )
+        source = _filter(conv, conv.weight_strides)
         output = program.output
         if _rewrites_back(forward):
             channels = whole_channels(forward.channels, forward.dtype)
             sample = channels * math.prod(forward.spatial) * forward.dtype.itemsize
             output = program.scratch(sample)
-        program.compiled.per_chunk(
-            room.Convolve(
-                config,
-                activation=COMPILED["identity"],
-                activates_output=True,
-                input=grad,
-                filter=filter,
-                bias=program.absent,
-                output=output,
-                partials=program.absent,
+        if _reads_weight(config, forward):
+            program.compiled.per_chunk(
+                room.ConvolveByWeight(
+                    config, source=source, input=grad, weight=program.weight, output=output
+                )
             )
-        )
+        else:
+            filter = program.scratch(0, config.filter_bytes)
+            program.compiled.before(
+                room.PackFilter(config, source=source, weight=program.weight, filter=filter)
+            )
+            program.compiled.per_chunk(
+                room.Convolve(
+                    config,
+                    activation=COMPILED["identity"],
+                    activates_output=True,
+                    input=grad,
+                    filter=filter,
+                    bias=program.absent,
+                    output=output,
+                    partials=program.absent,
+                )
+            )
         if _rewrites_back(forward):
             verb = "cut" if forward.output_layout == "nhwc" else "transpose"
             program.transpose(
@@ -407,6 +412,13 @@ class BoxesGradients(BackwardKernel):
                 row_channels=channels,
                 name=f"{verb} the input's gradient",
             )
+
+
+def _reads_weight(config: Any, forward: ForwardProblem) -> bool:
+    """Whether the input's gradient reads the weight as it lies, and not packed first."""
+    conv = forward.conv
+    assert conv is not None
+    return bool(config.reads_weight(_filter(conv, conv.weight_strides)))
 
 
 def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
@@ -456,7 +468,13 @@ class BoxesGradientsPlan(BackwardPlan):
         slots[INPUT] = grad
         grad_input = grad_weight = grad_bias = None
         if "input" in wanted:
-            slots[WEIGHT] = tensors.weight
+            slots[WEIGHT] = weight = tensors.weight
+            assert weight is not None
+            if weight.data_ptr() % LINE_BYTES:
+                like = torch.empty_strided(
+                    weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+                )
+                slots[WEIGHT] = like.copy_(weight)
             slots[OUTPUT] = grad_input = empty(*self._input, grad.dtype)
         if "weight" in wanted:
             x = dense(tensors.input, self._input_layout)

@@ -1,6 +1,7 @@
 #include "conv/sm90/boxes/weight/add_partials.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "conv/failure.hpp"
@@ -12,11 +13,13 @@
 namespace fusedconv::conv::sm90::boxes::weight {
 namespace {
 
-constexpr int kMostGroups = 8;     // of a block's threads
-constexpr int kFewestSplits = 8;   // that two groups divide among them
-constexpr int kManySplits = 32;    // that all groups do
-constexpr int kMostTileTaps = 32;  // beside each other
-constexpr int kFour = 4;           // neighbours that a thread writes at once
+constexpr int kMostGroups = 8;      // of a block's threads
+constexpr int kFewestSplits = 8;    // that two groups divide among them
+constexpr int kManySplits = 32;     // that all groups do
+constexpr int kMostTileTaps = 32;   // beside each other
+constexpr int kMostThreads = 1024;  // of a block, as of which a multiprocessor is to hold two
+constexpr int kMultiprocessorThreads = 2048;
+constexpr int kFour = 4;  // neighbours that a thread writes at once
 
 // A block adds a tile: so many input channels by output channels by taps. It reads whole lines of
 // accumulators and turns them in shared memory, so that it writes whole lines too, whether output
@@ -24,6 +27,7 @@ constexpr int kFour = 4;           // neighbours that a thread writes at once
 struct Tile {
   int inputs, outputs, taps;
   int tap_groups, split_groups;  // of threads, which have taps or splits of their own
+  int split_shift = 0;           // two to this are split_groups
   int row, pitch;                // of an input channel's sums, and that of rows in shared memory
 
   Tile(bool from_registers, FilterSource const& weight, int splits) {
@@ -36,8 +40,11 @@ struct Tile {
     inputs = from_registers && is_half ? 8 : 16;
     outputs = from_registers || !is_half ? kUnit : is_fourth ? kUnit / 4 : kUnit / 2;
     tap_groups = std::min(taps, kMostGroups);
-    int const most = kMostGroups / tap_groups;
-    split_groups = splits < kFewestSplits ? 1 : splits < kManySplits ? std::min(2, most) : most;
+    if (splits >= kFewestSplits) {
+      int const most = kMostGroups / tap_groups;
+      split_shift = std::bit_width(unsigned(splits < kManySplits ? std::min(2, most) : most)) - 1;
+    }
+    split_groups = 1 << split_shift;
     row = outputs * taps;
     // So that few threads of a warp write to one bank.
     pitch = row + (from_registers ? 4 : 8);
@@ -68,7 +75,7 @@ struct AddParams {
   Block block;
   int splits, channel_blocks, unit_chunks;
   int64_t accumulators;  // of a task's split
-  cutlass::FastDivmod group_threads, row, taps;
+  cutlass::FastDivmod group_threads, tap_groups, row, taps, units, channels, weight_s, weight_r;
 };
 
 template <class T>
@@ -77,7 +84,7 @@ struct alignas(kFour * sizeof(T)) Four {
 };
 
 template <class T, bool kFromRegisters, bool kWritesFours>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(kMostThreads, kMultiprocessorThreads / kMostThreads)
     add_partials_kernel(__grid_constant__ AddParams const p, float const* __restrict__ partials,
                         T* __restrict__ grad_weight) {
   extern __shared__ __align__(16) float sums[];
@@ -88,29 +95,29 @@ __global__ void __launch_bounds__(1024)
   int const first_tap = int(blockIdx.z) * tile.taps;
   int const taps = min(tile.taps, p.all_taps - first_tap);
   if (int(threadIdx.x) < taps) {
-    int const tap = first_tap + int(threadIdx.x);
-    int const s = int(p.weight.s), r = int(p.weight.r);
-    tap_offsets[threadIdx.x] = tap % s * p.weight.stride_s + tap / s % r * p.weight.stride_r +
-                               tap / (s * r) * p.weight.stride_t;
+    int line, t, r, s;
+    p.weight_s(line, s, first_tap + int(threadIdx.x));
+    p.weight_r(t, r, line);
+    tap_offsets[threadIdx.x] =
+        s * p.weight.stride_s + r * p.weight.stride_r + t * p.weight.stride_t;
   }
 
   // Fours of a thread's accumulators: two neighbouring columns of a row, and of the row 8 below.
-  int group, four;
+  int group, four, split_group, tap_group;
   p.group_threads(group, four, int(threadIdx.x));
-  int const split_group = group / tile.tap_groups;
-  int const first_split = p.splits * split_group / tile.split_groups;
-  int const last_split = p.splits * (split_group + 1) / tile.split_groups;
+  p.tap_groups(split_group, tap_group, group);
+  int const first_split = p.splits * split_group >> tile.split_shift;
+  int const last_split = p.splits * (split_group + 1) >> tile.split_shift;
   int const lane = four % 32;
-  int const channels = first_input / kUnit;  // of all, times kUnit
-  int const channel_block = channels / p.block.channels;
-  int const own_channels = channels - channel_block * p.block.channels;
+  int channel_block, own_channels;  // times kUnit
+  p.channels(channel_block, own_channels, first_input / kUnit);
   int const input0 = first_input % kUnit, output0 = first_output % kUnit;
   int const chunk = first_output / kUnit;
   constexpr int kEight = 8 * kUnit;  // accumulators of eight columns
-  for (int tap = group % tile.tap_groups; tap < taps; tap += tile.tap_groups) {
+  for (int tap = tap_group; tap < taps; tap += tile.tap_groups) {
     int const number = (first_tap + tap) * p.unit_chunks + chunk;
-    int const unit_block = number / p.block.units;
-    int unit = number - unit_block * p.block.units;
+    int unit_block, unit;
+    p.units(unit_block, unit, number);
     int eight, within, input, output, next_column, next_row;
     if constexpr (kFromRegisters) {
       eight = (unit * p.block.channels + own_channels) * (kUnit / 8) + input0 / 8;
@@ -123,7 +130,7 @@ __global__ void __launch_bounds__(1024)
       int part = own_channels, units = p.block.units;
       if (p.block.channels == 1) {  // consumers divide the units
         units /= kConsumers;
-        part = unit / units;
+        part = unit >= units;
         unit -= part * units;
       }
       eight = (part * units + unit) * (kUnit / 8) + output0 / 8;
@@ -137,7 +144,7 @@ __global__ void __launch_bounds__(1024)
     float const* source = partials + (task * p.splits + first_split) * p.accumulators +
                           int64_t(eight) * kEight + within;
     float4 sum{};
-#pragma unroll 8
+#pragma unroll 2
     for (int i = first_split; i < last_split; ++i, source += p.accumulators) {
       float4 const part = __ldcs(reinterpret_cast<float4 const*>(source));
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
@@ -201,8 +208,13 @@ void add_partials(Config const& config, FilterSource const& weight, float const*
                     .unit_chunks = s.unit_chunks,
                     .accumulators = int64_t(block.channels) * block.units * kUnit * kUnit,
                     .group_threads = cutlass::FastDivmod(tile.threads_of_group()),
+                    .tap_groups = cutlass::FastDivmod(tile.tap_groups),
                     .row = cutlass::FastDivmod(tile.row / (writes_fours ? kFour : 1)),
-                    .taps = cutlass::FastDivmod(tile.taps)};
+                    .taps = cutlass::FastDivmod(tile.taps),
+                    .units = cutlass::FastDivmod(block.units),
+                    .channels = cutlass::FastDivmod(block.channels),
+                    .weight_s = cutlass::FastDivmod(int(weight.s)),
+                    .weight_r = cutlass::FastDivmod(int(weight.r))};
   dim3 const grid(unsigned(ceil_div(weight.k, tile.inputs)),
                   unsigned(ceil_div(weight.c, tile.outputs)), unsigned(ceil_div(taps, tile.taps)));
   int const batch = int(config.batch);

@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
       device::init_barrier(&barriers.empty[i], kConsumers * kWarpgroupWarps);
-      device::init_barrier(&barriers.transposed[i], kInputBoxes<Traits>);
+      device::init_barrier(&barriers.transposed[i], 32 * kInputBoxes<Traits>);
     }
     device::fence_barrier_init();
   }

@@ -85,14 +85,10 @@ __device__ __forceinline__ void transpose_boxes(Params const& p, Barriers& barri
       --left;
     }
     if (left <= 0) return;
-    // Whoever transposed what the stage held before is done: products waited for that, and the copy
-    // for them. What checks for races, and does not follow copies, sees it here.
-    wait_for(&barriers.transposed[cursor.stage], cursor.parity ^ 1);
     wait_for(&barriers.full[cursor.stage], cursor.parity);
     blocks.transpose(shared + cursor.stage * Traits::kStageBytes + box * kBoxBytes, positions);
     device::fence_async_proxy();  // the products read it
-    __syncwarp();
-    if (lane == 0) device::arrive(&barriers.transposed[cursor.stage]);
+    device::arrive(&barriers.transposed[cursor.stage]);
   }
 }
 

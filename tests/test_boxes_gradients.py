@@ -211,6 +211,24 @@ def test_a_weight_whose_output_channels_are_beside_each_other_is_not_packed(
     assert any(step.startswith("pack filter") for step in steps) != as_it_lies
 
 
+@pytest.mark.parametrize(
+    ("changes", "writes"),
+    [
+        ({"weight_layout": "nhwc"}, True),
+        ({"weight_layout": "nchw"}, False),
+        ({"weight_layout": "nhwc", "out": 17}, False),
+        ({"weight_layout": "nhwc", "batch": 64}, False),  # which several blocks divide
+    ],
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_block_that_has_all_positions_writes_the_weights_gradient(precision, changes, writes):
+    """Where output channels are beside each other, in pairs."""
+    case = forward((3, 5), precision=precision, **{"batch": 1, **changes})
+    steps = kernel_of(precision).compile(backward_problem(case, "weight"), H200).steps
+    assert any(step.endswith("(weight gradient, whole)") for step in steps) == writes
+    assert ("add the weight gradient's parts" in steps) != writes
+
+
 def packs(steps: tuple[str, ...]) -> bool:
     """Whether the row that computes the weight's gradient, where there is one, reads the input
     packed."""

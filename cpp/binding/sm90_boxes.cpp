@@ -52,6 +52,8 @@ void bind_weight(py::module_& room) {
       .def_property_readonly("partial_bytes", scheduled<Config>(&Schedule::partial_bytes))
       .def_property_readonly("sums_bias", &Config::sums_bias,
                              "Whether the bias's gradient can be summed beside.")
+      .def("writes", &Config::writes, py::arg("weight"),
+           "Whether the row writes a gradient that lies so itself, and leaves no parts.")
       .def_property_readonly("bias_parts", scheduled<Config>(&Schedule::bias_parts),
                              "Sums of a channel that are left then.");
   py::class_<PackInput, Step, std::shared_ptr<PackInput>>(
@@ -60,10 +62,14 @@ void bind_weight(py::module_& room) {
            py::arg("input"), py::arg("packed"));
   py::class_<SumProducts, Step, std::shared_ptr<SumProducts>>(
       m, "SumProducts", "The weight gradient in parts; both tensors are dense, channels last.")
-      .def(py::init<Config const&, Operand, Operand, Operand, Operand, int>(), py::arg("config"),
-           py::kw_only(), py::arg("input"), py::arg("grad_output"), py::arg("partials"),
+      .def(py::init<Config const&, Operand, Operand, Operand, conv::FilterSource const&, Operand,
+                    Operand, int>(),
+           py::arg("config"), py::kw_only(), py::arg("input"), py::arg("grad_output"),
+           py::arg("partials"), py::arg("target"), py::arg("grad_weight"),
            py::arg("bias_sums") = Operand{}, py::arg("bias_channels") = 0,
-           "bias_sums: where the config sums_bias, bias_parts of each of bias_channels.");
+           "grad_weight: absent, or in place of partials where the config writes target, which is "
+           "the gradient's extents and strides; `c` its output channels. bias_sums: where the "
+           "config sums_bias, bias_parts of each of bias_channels.");
   py::class_<AddPartials, Step, std::shared_ptr<AddPartials>>(
       m, "AddPartials", "The weight gradient from its parts, in a fixed order.")
       .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand>(),

@@ -79,10 +79,16 @@ def input_cycles(
 
 
 def weight_milliseconds(
-    config: Any, row: Any, forward: ForwardProblem, device: Device, costs: CostConstants
+    config: Any,
+    row: Any,
+    forward: ForwardProblem,
+    device: Device,
+    costs: CostConstants,
+    *,
+    writes: bool,
 ) -> float:
     """Of the weight's gradient by a row of ``_C.sm90.boxes.weight.rows()``: of its launches, but
-    for what a launch takes by itself."""
+    for what a launch takes by itself. ``writes``: it leaves no partial sums."""
     area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
     products = costs.products
     if row.packs:
@@ -93,7 +99,8 @@ def weight_milliseconds(
     waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
     cycles = waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
     total = max(cycles * 1e3 / device.clock_hertz, bytes_milliseconds(forward, device, costs))
-    total += costs.partials * device.copy_milliseconds(config.partial_bytes)
+    if not writes:
+        total += costs.partials * device.copy_milliseconds(config.partial_bytes)
     return total + costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
 
 

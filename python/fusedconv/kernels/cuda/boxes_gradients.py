@@ -245,7 +245,9 @@ class BoxesGradients(BackwardKernel):
             pairs = [pair for pair in pairs if pair[0].sums_bias] or pairs
         return _quickest(
             pairs,
-            lambda config, row: weight_milliseconds(config, row, forward, device, COSTS),
+            lambda config, row: weight_milliseconds(
+                config, row, forward, device, COSTS, writes=_writes_weight(config, forward)
+            ),
         )
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
@@ -276,8 +278,9 @@ class BoxesGradients(BackwardKernel):
                 launches += 1
         if "weight" in wanted:
             config, row = self._weight(problem, device)
-            total += weight_milliseconds(config, row, forward, device, costs)
-            launches += 2 + (config.packed_bytes > 0) + ("bias" in wanted)
+            writes = _writes_weight(config, forward)
+            total += weight_milliseconds(config, row, forward, device, costs, writes=writes)
+            launches += 2 - writes + (config.packed_bytes > 0) + ("bias" in wanted)
             if _rewrites_input(forward):
                 rewritten += forward.input_elements + padded_input
                 launches += 1
@@ -329,7 +332,10 @@ class BoxesGradients(BackwardKernel):
                 packed = program.scratch(0, config.packed_bytes)
                 compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
                 given = packed
-            partials = program.scratch(0, config.partial_bytes)
+            writes = _writes_weight(config, forward)
+            partials = program.absent if writes else program.scratch(0, config.partial_bytes)
+            grad_weight = compiled.tensor(GRAD_WEIGHT, 0)
+            target = _grad_weight(conv)
             totals = _C.layout.ChannelSums(
                 batch=1,
                 channels=conv.out_channels,
@@ -344,18 +350,18 @@ class BoxesGradients(BackwardKernel):
                     input=given,
                     grad_output=grad,
                     partials=partials,
+                    target=target,
+                    grad_weight=grad_weight if writes else program.absent,
                     bias_sums=sums,
                     bias_channels=conv.out_channels,
                 )
             )
-            compiled.per_chunk(
-                room.AddPartials(
-                    config,
-                    target=_filter(conv, dense_strides(conv.weight_shape, conv.weight_layout)),
-                    partials=partials,
-                    grad_weight=compiled.tensor(GRAD_WEIGHT, 0),
+            if not writes:
+                compiled.per_chunk(
+                    room.AddPartials(
+                        config, target=target, partials=partials, grad_weight=grad_weight
+                    )
                 )
-            )
             if sums_bias:
                 compiled.per_chunk(
                     _C.layout.AddSums(
@@ -419,6 +425,17 @@ def _reads_weight(config: Any, forward: ForwardProblem) -> bool:
     conv = forward.conv
     assert conv is not None
     return bool(config.reads_weight(_filter(conv, conv.weight_strides)))
+
+
+def _grad_weight(conv: ConvTransposeGeometry) -> Any:
+    """The weight's gradient, which is dense, as ``_filter`` describes the weight."""
+    return _filter(conv, dense_strides(conv.weight_shape, conv.weight_layout))
+
+
+def _writes_weight(config: Any, forward: ForwardProblem) -> bool:
+    """Whether the row writes the weight's gradient itself, and leaves no parts to be added."""
+    assert forward.conv is not None
+    return bool(config.writes(_grad_weight(forward.conv)))
 
 
 def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:

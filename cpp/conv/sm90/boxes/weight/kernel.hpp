@@ -10,6 +10,7 @@
 #include "conv/sm90/boxes/weight/barriers.hpp"
 #include "conv/sm90/boxes/weight/bias_sums.hpp"
 #include "conv/sm90/boxes/weight/params.hpp"
+#include "conv/sm90/boxes/weight/store_weight.hpp"
 #include "conv/sm90/boxes/weight/transpose.hpp"
 #include "conv/sm90/partial_sums.hpp"
 #include "conv/sm90/wait.hpp"
@@ -256,6 +257,13 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     for (int u = 0; u < kInstructions; ++u) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(sums[u][i]);
+    }
+    if (p.grad_weight != nullptr) {  // after all slabs
+      store_weight<Traits>(p, task, consumer, thread, sums);
+      break;
+    }
+#pragma unroll
+    for (int u = 0; u < kInstructions; ++u) {
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
         float (&own)[kSums] = sums[u];

@@ -19,6 +19,8 @@ struct Maps {
 
 struct Params {
   float* partials;
+  void* grad_weight;            // in place of these, or null
+  FilterSource weight;          // how that lies
   unsigned char const* packed;  // the input, where it is
   float* bias_sums;             // of a channel its parts beside each other
   int bias_channels, bias_parts, taps_read;
@@ -28,7 +30,7 @@ struct Params {
   int all_channels;  // of the input, times kUnit
   int box_bytes;     // of the gradient or the input
   int box[kMaxAxes + 1];
-  cutlass::FastDivmod tasks, channel_blocks, unit_chunks;
+  cutlass::FastDivmod tasks, channel_blocks, unit_chunks, weight_s, weight_r;
   cutlass::FastDivmod slabs_d, slabs_h, slabs_w;
   Tap taps[kMostTaps];
   uint8_t tap_sources[kMostTaps];
@@ -40,6 +42,12 @@ inline Params Params::of(Arguments const& a) {
   Schedule const& s = a.config.schedule;
   Params p{};
   p.partials = a.partials;
+  if (a.grad_weight != nullptr) {
+    p.grad_weight = a.grad_weight;
+    p.weight = *a.weight;
+    p.weight_s = cutlass::FastDivmod(int(p.weight.s));
+    p.weight_r = cutlass::FastDivmod(int(p.weight.r));
+  }
   if (a.config.row->block.packs()) p.packed = static_cast<unsigned char const*>(a.input);
   p.bias_sums = a.bias_sums;
   p.bias_channels = a.bias_channels;

@@ -20,6 +20,9 @@ struct Arguments {
   void const* input = nullptr;
   void const* grad_output = nullptr;
   float* partials = nullptr;
+  // In place of partial sums, where the config writes a gradient that lies so.
+  void* grad_weight = nullptr;
+  FilterSource const* weight = nullptr;
   // Of so many output channels schedule.bias_parts each, where the config sums the bias.
   float* bias_sums = nullptr;
   int bias_channels = 0;
@@ -56,6 +59,9 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // Whether the row sums the bias's gradient on the way.
   bool sums_bias() const { return row->block.sums_bias() && schedule.reads_once; }
+  // Whether the row writes the gradient itself, as a block has all positions of its task, and lines
+  // of the weight's output channels: of one that begins at a whole pair.
+  bool writes(FilterSource const& weight) const;
 };
 
 }  // namespace fusedconv::conv::sm90::boxes::weight

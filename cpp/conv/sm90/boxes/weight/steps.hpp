@@ -37,18 +37,26 @@ class PackInput final : public Step {
 };
 
 // input: packed, where the config has packed_bytes. partials: config.schedule.partial_bytes, for
-// AddPartials. bias_sums: absent, or of bias_channels the config's bias_parts each, for
-// layout::AddSums, where the config sums_bias.
+// AddPartials; or else grad_weight, which lies as a weight that the config writes. bias_sums:
+// absent, or of bias_channels the config's bias_parts each, for layout::AddSums, where the config
+// sums_bias.
 class SumProducts final : public Step {
  public:
   SumProducts(Config const& config, Operand input, Operand grad_output, Operand partials,
-              Operand bias_sums, int bias_channels)
+              FilterSource const& target, Operand grad_weight, Operand bias_sums, int bias_channels)
       : config_(served(config)),
         input_(input),
         grad_output_(grad_output),
         partials_(partials),
+        target_(matching(config, target)),
+        grad_weight_(grad_weight),
         bias_sums_(bias_sums),
         bias_channels_(bias_channels) {
+    expect(config, "whether there are partials, beside grad_weight", partials.present(),
+           !grad_weight.present());
+    if (grad_weight.present()) {
+      expect(config, "whether the weight's gradient is written", config.writes(target), true);
+    }
     if (bias_sums.present()) {
       expect(config, "whether the bias's gradient is summed", config.sums_bias(), true);
       expect_channels(config, "channels of the bias", bias_channels, config.problem.channels);
@@ -56,12 +64,15 @@ class SumProducts final : public Step {
   }
 
   std::string describe() const override {
+    std::string const parts = partials_.present()
+                                  ? detail::join(config_.schedule.splits,
+                                                 config_.schedule.splits == 1 ? " part" : " parts")
+                                  : "whole";
     return detail::join(config_.row->name, " (weight gradient",
-                        bias_sums_.present() ? " and bias's, " : ", ", config_.schedule.splits,
-                        config_.schedule.splits == 1 ? " part)" : " parts)");
+                        bias_sums_.present() ? " and bias's, " : ", ", parts, ")");
   }
   std::vector<Operand> operands() const override {
-    return {input_, grad_output_, partials_, bias_sums_};
+    return {input_, grad_output_, partials_, grad_weight_, bias_sums_};
   }
   void run(RunContext const& context, void*) const override {
     check_whole(config_, context);
@@ -69,6 +80,8 @@ class SumProducts final : public Step {
                          .input = context.at(input_),
                          .grad_output = context.at(grad_output_),
                          .partials = context.at<float>(partials_),
+                         .grad_weight = context.at(grad_weight_),
+                         .weight = &target_,
                          .bias_sums = context.at<float>(bias_sums_),
                          .bias_channels = bias_channels_},
                         context.stream);
@@ -76,7 +89,9 @@ class SumProducts final : public Step {
 
  private:
   Config config_;
-  Operand input_, grad_output_, partials_, bias_sums_;
+  Operand input_, grad_output_, partials_;
+  FilterSource target_;
+  Operand grad_weight_, bias_sums_;
   int bias_channels_;
 };
 

@@ -20,6 +20,17 @@
 
 namespace fusedconv::conv::sm90::runs {
 
+// What is stored leaves the cache first: it is read again only when all else has passed through,
+// and neighbouring tiles read the same lines of the input.
+template <class T, int kWidth>
+__device__ __forceinline__ void store_streaming(T* target, device::Pack<T, kWidth> const& pack) {
+  using Words = device::Pack<T, kWidth>;
+#pragma unroll
+  for (int i = 0; i < Words::kWords; ++i) {
+    __stcs(reinterpret_cast<typename Words::Word*>(target) + i, pack.words[i]);
+  }
+}
+
 inline constexpr int kChannelPairs = kBlockN / 8;  // of a lane
 
 // Where a lane's quad lies.
@@ -151,7 +162,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
             for (int k = 0; k < kWidth; ++k) {
               pack.values[k] = stored[e][i + k];
             }
-            pack.store(target + e * stride + i);
+            store_streaming(target + e * stride + i, pack);
           }
         }
       } else {

@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from conv_gradients import in_layout
 from problems import backward_problem, geometry_of, group_norm_stage, problem
 
 import fusedconv
@@ -36,9 +37,7 @@ ODD_CHANNELS = [(3, 16), (512, 17), (5, 31), (1, 1), (72, 3), (72, 40)]
 def forward(
     spatial=(19, 23), *, batch=3, kernel=(4, 4), channels=72, out=40, precision="bf16", **changes
 ) -> ForwardProblem:
-    weight = torch.empty(channels, out, *kernel)
-    if changes.pop("weight_layout", "nchw") == "nhwc":
-        weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
+    weight = in_layout(torch.empty(channels, out, *kernel), changes.pop("weight_layout", "nchw"))
     layout = changes.pop("layout", "nhwc")
     norm = changes.pop("norm", None)
     activation = changes.pop("activation", "identity")
@@ -190,22 +189,18 @@ def test_steps(precision, layout):
     assert steps[-1] == "add the weight gradient's parts"
 
 
-@pytest.mark.parametrize(
-    ("out", "weight_layout", "as_it_lies"),
-    [(40, "nhwc", True), (40, "nchw", False), (12, "nhwc", None), (17, "nhwc", False)],
-)
+@pytest.mark.parametrize("out", [40, 12, 17])
+@pytest.mark.parametrize("weight_layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("kernel", [(4, 4), (2, 1), (1, 3), (1, 1)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_weight_whose_output_channels_are_beside_each_other_is_not_packed(
-    precision, kernel, out, weight_layout, as_it_lies
+    precision, kernel, out, weight_layout
 ):
-    """In whole 16 bytes, which 12 channels are in TF32 alone."""
+    """In whole 16 bytes, which 12 channels are in TF32 alone; of one tap both layouts are one."""
     case = forward(precision=precision, out=out, kernel=kernel, weight_layout=weight_layout)
     steps = kernel_of(precision).compile(backward_problem(case, "input"), H200).steps
-    if as_it_lies is None:
-        as_it_lies = precision == "tf32"
-    if kernel == (1, 1):  # of one tap both layouts are the same
-        as_it_lies = out != 17 and (out != 12 or precision == "tf32")
+    beside = weight_layout == "nhwc" or kernel == (1, 1)
+    as_it_lies = beside and out * PRECISIONS[precision].itemsize % 16 == 0
     convolve = next(step for step in steps if step.startswith("sm90_boxes_"))
     assert convolve.endswith("(nhwc, the weight as it lies)") == as_it_lies
     assert any(step.startswith("pack filter") for step in steps) != as_it_lies
@@ -397,6 +392,26 @@ def test_a_weight_has_the_configs_channels_or_those_that_are_padded_to_them(room
             make(channels, 24)
         with pytest.raises(ValueError, match=f"output channels .* got {channels}, expected 24"):
             make(24, channels)
+
+
+def test_steps_that_touch_the_weight_itself_refuse_one_that_lies_otherwise():
+    case = forward((3, 5), batch=1)
+    kernel, asked = kernel_of("bf16"), backward_problem(case, "input", "weight")
+    (gathers, row), (sums, sums_row) = kernel._input(asked, H200), kernel._weight(asked, H200)
+    slot, room = _C.Operand(), _C.sm90.boxes
+    first = _C.Program(0, 1, 0).tensor(0, 0)
+    weight = _C.FilterSource(c=40, k=72, taps=(1, 4, 4), strides=(16, 640, 0, 4, 1))
+    with pytest.raises(ValueError, match=f"{row.name}: whether the weight is read .*got 0"):
+        room.ConvolveByWeight(gathers, source=weight, input=slot, weight=slot, output=slot)
+
+    def make(**places):
+        return room.weight.SumProducts(sums, input=slot, grad_output=slot, target=weight, **places)
+
+    with pytest.raises(ValueError, match=f"{sums_row.name}: whether the weight's gradient is"):
+        make(partials=slot, grad_weight=first)
+    for both in (slot, first):
+        with pytest.raises(ValueError, match=f"{sums_row.name}: whether there are partials"):
+            make(partials=both, grad_weight=both)
 
 
 @pytest.mark.parametrize(

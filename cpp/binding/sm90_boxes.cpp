@@ -61,7 +61,8 @@ void bind_weight(py::module_& room) {
       .def(py::init<Config const&, Operand, Operand>(), py::arg("config"), py::kw_only(),
            py::arg("input"), py::arg("packed"));
   py::class_<SumProducts, Step, std::shared_ptr<SumProducts>>(
-      m, "SumProducts", "The weight gradient in parts; both tensors are dense, channels last.")
+      m, "SumProducts",
+      "The weight gradient, in parts or whole; both tensors are dense, channels last.")
       .def(py::init<Config const&, Operand, Operand, Operand, conv::FilterSource const&, Operand,
                     Operand, int>(),
            py::arg("config"), py::kw_only(), py::arg("input"), py::arg("grad_output"),

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "conv/filter_source.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/passes.hpp"
 #include "cuda/launch.hpp"
@@ -170,24 +171,16 @@ enum class Order { kAny, kRows, kRuns, kTapsFirst };
 
 Order order_of(PackParams const& p, void const* weight, int vector) {
   FilterSource const& f = p.source;
-  int64_t const taps = f.t * f.r * f.s;
+  int64_t const taps = f.taps();
   if (!device::is_aligned(weight, kPieceBytes)) return Order::kAny;
   if (f.stride_c == 1 && f.c % vector == 0) {
-    auto const whole = [&](int64_t extent, int64_t stride) {
-      return extent == 1 || stride % vector == 0;
-    };
-    bool const aligned = whole(f.k, f.stride_k) && whole(f.t, f.stride_t) &&
-                         whole(f.r, f.stride_r) && whole(f.s, f.stride_s);
-    return aligned ? Order::kRows : Order::kAny;
+    return lines_begin_at(f, vector) ? Order::kRows : Order::kAny;
   }
   if (f.stride_c != f.k * taps || f.stride_c % kRun != 0) return Order::kAny;
-  auto const dense = [&](int64_t stride_s) {
-    return (f.s == 1 || f.stride_s == stride_s) && (f.r == 1 || f.stride_r == stride_s * f.s) &&
-           (f.t == 1 || f.stride_t == stride_s * f.s * f.r);
-  };
   // Padded output channels are whole eights.
-  if (f.stride_k == taps && dense(1)) return Order::kRuns;
-  return f.stride_k == 1 && dense(f.k) && f.k % kRun == 0 ? Order::kTapsFirst : Order::kAny;
+  if (f.stride_k == taps && taps_follow(f, 1)) return Order::kRuns;
+  return f.stride_k == 1 && taps_follow(f, f.k) && f.k % kRun == 0 ? Order::kTapsFirst
+                                                                   : Order::kAny;
 }
 
 void place_taps(Config const& config, PackParams& p) {

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "conv/collected.hpp"
+#include "conv/filter_source.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/merge_counted.hpp"
 
@@ -24,11 +25,9 @@ bool Config::reads_weight(FilterSource const& weight) const {
     return elements * traits().element_bytes() % kPieceBytes == 0;
   };
   // Taps are one axis of a tensor map.
-  bool const even = (weight.s == 1 || weight.stride_s == weight.tap_stride()) &&
-                    (weight.r == 1 || weight.stride_r == weight.s * weight.tap_stride()) &&
-                    (weight.t == 1 || weight.stride_t == weight.r * weight.s * weight.tap_stride());
-  return schedule.direction == Direction::kGathers && weight.stride_c == 1 && even &&
-         whole(weight.tap_stride()) && whole(weight.stride_k);
+  return schedule.direction == Direction::kGathers && weight.stride_c == 1 &&
+         taps_follow(weight, weight.tap_stride()) && whole(weight.tap_stride()) &&
+         whole(weight.stride_k);
 }
 
 int64_t Config::tiles(int64_t batch) const {

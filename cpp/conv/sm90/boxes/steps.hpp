@@ -39,8 +39,9 @@ class ConvolveByWeight final : public Step {
   std::vector<Operand> operands() const override { return {input_, weight_, output_}; }
   void run(RunContext const& context, void*) const override {
     void const* const weight = context.at(weight_);
-    FUSEDCONV_CHECK(reinterpret_cast<uintptr_t>(weight) % kPieceBytes == 0, config_.row->name,
-                    ": weight: got an address that is no multiple of ", kPieceBytes);
+    auto const address = reinterpret_cast<uintptr_t>(weight);
+    FUSEDCONV_CHECK(address % kPieceBytes == 0, config_.row->name, ": weight: got address ",
+                    address);
     config_.row->launch({.config = config_,
                          .batch = int(context.samples),
                          .input = context.at(input_),

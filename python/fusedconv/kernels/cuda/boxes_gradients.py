@@ -233,6 +233,11 @@ class BoxesGradients(BackwardKernel):
             lambda config, row: input_cycles(config, row, forward, device, COSTS),
         )
 
+    def reads_weight(self, problem: BackwardProblem, device: Device) -> bool:
+        """Whether the input's gradient takes the weight as it lies, from an address that is a
+        multiple of 16 bytes."""
+        return _reads_weight(self._input(problem, device)[0], problem.forward)
+
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
         forward = problem.forward
@@ -463,6 +468,7 @@ class BoxesGradientsPlan(BackwardPlan):
         self.kernel = kernel.name
         self.problem = problem
         self._program = kernel.build(problem, device)
+        self._reads_weight = "input" in problem.gradients and kernel.reads_weight(problem, device)
         self._grad_layout = result_layout(grad_layout(problem))
         self._input_layout = result_layout(forward.layout)
         # Each with the strides that it is allocated with.
@@ -487,7 +493,7 @@ class BoxesGradientsPlan(BackwardPlan):
         if "input" in wanted:
             slots[WEIGHT] = weight = tensors.weight
             assert weight is not None
-            if weight.data_ptr() % LINE_BYTES:
+            if self._reads_weight and weight.data_ptr() % LINE_BYTES:
                 like = torch.empty_strided(
                     weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
                 )

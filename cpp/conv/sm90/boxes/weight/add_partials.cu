@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "conv/failure.hpp"
+#include "conv/filter_source.hpp"
 #include "conv/sm90/boxes/weight/params.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
@@ -31,7 +32,7 @@ struct Tile {
   int row, pitch;                // of an input channel's sums, and that of rows in shared memory
 
   Tile(bool from_registers, FilterSource const& weight, int splits) {
-    int64_t const all_taps = weight.t * weight.r * weight.s;
+    int64_t const all_taps = weight.taps();
     bool const taps_beside = all_taps > 1 && weight.stride_c != 1;
     taps = taps_beside ? int(ceil_div(all_taps, ceil_div(all_taps, kMostTileTaps))) : 1;
     // Fewer channels where there are many sums of each.
@@ -56,15 +57,10 @@ struct Tile {
 
   // Whether a row lies in the weight as it does here, in whole fours.
   bool writes_fours(FilterSource const& w) const {
-    bool const whole = taps == w.t * w.r * w.s && w.stride_c == taps &&
-                       (w.s == 1 || w.stride_s == 1) && (w.r == 1 || w.stride_r == w.s) &&
-                       (w.t == 1 || w.stride_t == w.r * w.s);
-    auto const in_fours = [](int64_t extent, int64_t stride) {
-      return extent == 1 || stride % kFour == 0;
-    };
-    bool const beside = taps == 1 && w.stride_c == 1 && in_fours(w.s, w.stride_s) &&
-                        in_fours(w.r, w.stride_r) && in_fours(w.t, w.stride_t);
-    return (whole || beside) && w.c * taps % kFour == 0 && in_fours(w.k, w.stride_k);
+    bool const whole = taps == w.taps() && w.stride_c == taps && taps_follow(w, 1) &&
+                       (w.k == 1 || w.stride_k % kFour == 0);
+    bool const beside = taps == 1 && w.stride_c == 1 && lines_begin_at(w, kFour);
+    return (whole || beside) && w.c * taps % kFour == 0;
   }
 };
 
@@ -196,7 +192,7 @@ void add_partials(Config const& config, FilterSource const& weight, float const*
   Block const& block = config.row->block;
   Schedule const& s = config.schedule;
   Tile const tile(block.from_registers, weight, s.splits);
-  int64_t const taps = weight.t * weight.r * weight.s;
+  int64_t const taps = weight.taps();
   bool const writes_fours = tile.writes_fours(weight) &&
                             device::is_aligned(grad_weight, kFour * size_of(config.traits().dtype));
   AddParams const p{.tile = tile,

@@ -1,6 +1,7 @@
 #include "conv/sm90/boxes/weight/rows.hpp"
 
 #include "conv/collected.hpp"
+#include "conv/filter_source.hpp"
 
 namespace fusedconv::conv::sm90::boxes::weight {
 
@@ -16,13 +17,8 @@ Config::Config(Row const& row, Problem const& problem, int64_t batch, Device con
       schedule(schedule_of(problem, batch, row.math, row.block, device)) {}
 
 bool Config::writes(FilterSource const& weight) const {
-  auto const in_pairs = [](int64_t extent, int64_t stride) {
-    return extent == 1 || stride % 2 == 0;
-  };
   return schedule.splits == 1 && schedule.slabs.all() <= kFlushSteps && weight.stride_c == 1 &&
-         weight.c % 2 == 0 && in_pairs(weight.k, weight.stride_k) &&
-         in_pairs(weight.t, weight.stride_t) && in_pairs(weight.r, weight.stride_r) &&
-         in_pairs(weight.s, weight.stride_s);
+         weight.c % kPair == 0 && lines_begin_at(weight, kPair);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes::weight

@@ -61,6 +61,7 @@ struct Config {
   bool sums_bias() const { return row->block.sums_bias() && schedule.reads_once; }
   // Whether the row writes the gradient itself, as a block has all positions of its task, and lines
   // of the weight's output channels: of one that begins at a whole pair.
+  static constexpr int kPair = 2;
   bool writes(FilterSource const& weight) const;
 };
 

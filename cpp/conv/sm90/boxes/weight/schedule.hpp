@@ -15,7 +15,7 @@
 // leave NaN in more taps than it is a factor of.
 //
 // The positions of a task, a block of channels by units, are split among blocks, whose partial sums
-// are added in a fixed order.
+// are added in a fixed order; a block that has all of them, and few, may write the gradient itself.
 #pragma once
 
 #include <cstdint>

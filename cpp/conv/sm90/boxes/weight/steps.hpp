@@ -1,6 +1,7 @@
 // The steps of the weight gradient. All take the whole batch, that of the config.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,9 @@ class SumProducts final : public Step {
   }
   void run(RunContext const& context, void*) const override {
     check_whole(config_, context);
+    auto const address = reinterpret_cast<uintptr_t>(context.at(grad_weight_));
+    int const pair = Config::kPair * int(size_of(config_.traits().dtype));
+    FUSEDCONV_CHECK(address % pair == 0, config_.row->name, ": grad_weight: got address ", address);
     config_.row->launch({.config = config_,
                          .input = context.at(input_),
                          .grad_output = context.at(grad_output_),

@@ -88,6 +88,7 @@ __device__ __forceinline__ void transpose_boxes(Params const& p, Barriers& barri
     wait_for(&barriers.full[cursor.stage], cursor.parity);
     blocks.transpose(shared + cursor.stage * Traits::kStageBytes + box * kBoxBytes, positions);
     device::fence_async_proxy();  // the products read it
+    // By all lanes: racecheck does not follow one that arrives for its warp behind __syncwarp.
     device::arrive(&barriers.transposed[cursor.stage]);
   }
 }

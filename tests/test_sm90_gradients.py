@@ -27,7 +27,7 @@ from fusedconv.kernels.cuda.sm90_gradients import (
 )
 from fusedconv.layout import dense_strides, layout_of, lies_in_lines, line_strides
 from fusedconv.plan import BackwardTensors
-from fusedconv.problem import ForwardProblem
+from fusedconv.problem import Bias, ForwardProblem
 from fusedconv.registry import registry
 from fusedconv.selection import choose, plan_for
 from fusedconv.support import Support
@@ -504,6 +504,27 @@ def test_channels_that_are_no_whole_16_bytes_are_copied_by_torch():
     assert steps[:2] == ("torch copy of the output's gradient to nchw", CONTIGUOUS_STEP)
     assert steps[-1] == "torch copy of the input's gradient to nhwc"
     assert not any("nhwc -> nchw" in step for step in steps)
+
+
+def test_a_copy_by_torch_costs_more_than_its_pass():
+    """Of a head with 17 channels the gradients are those of kernels that need none, though the
+    planes by themselves are estimated to take less."""
+    asked = backward_problem(
+        channels_last(
+            "bf16",
+            epilogue=(Bias(),),
+            batch=64,
+            channels=512,
+            spatial=(14, 14),
+            conv=geometry_of(torch.empty(512, 17, 4, 4), stride=(2, 2), padding=(1, 1)),
+        ),
+        "input",
+        "weight",
+        "bias",
+        grad_layout="nhwc",
+    )
+    for piece, candidate in choose(asked, H200).chosen:
+        assert not any("torch copy" in s for s in candidate.kernel.compile(piece, H200).steps)
 
 
 def test_strides_take_channels_last_too():

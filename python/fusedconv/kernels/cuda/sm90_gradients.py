@@ -32,6 +32,7 @@ from fusedconv.kernels.cuda.gradient_tensors import (
     reads_channels_last,
     sample_bytes,
     splits_grad,
+    torch_copies,
     transposed_elements,
     writes_channels_last,
 )
@@ -109,6 +110,9 @@ class CostConstants:
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
 #: layers, most of them of real models.
 COSTS = CostConstants(scattered=4.0, transposing=1.4)
+#: What a copy by torch takes of the host beside its pass over memory, in launches: it is an operator
+#: by itself, and what is around it no longer is one launch when it is repeated.
+COPY_HOST = 8.0
 #: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
 #: than the forward pass's: from the same layers.
 PLANE_COSTS = dataclasses.replace(RUN_COSTS, crowded_byte=0.053)
@@ -204,6 +208,7 @@ class GradientsSm90(BackwardKernel):
         for elements in transposed_elements(problem):
             total += device.copy_milliseconds(costs.transposing * 2 * elements * size)
             total += device.launch_milliseconds
+        total += torch_copies(problem) * COPY_HOST * device.launch_milliseconds
         if splits:
             total += split_milliseconds(forward, device) + device.launch_milliseconds
         if pads or ("bias" in gradients and not (splits and holds_all(forward))):

@@ -99,4 +99,5 @@ def test_a_tensor_of_the_outputs_size_is_not_kept(stage):
 
     size = 8 * 64 * 130 * 130 * 4
     assert held() >= size
-    assert held(recompute=True) <= size // 100
+    # torch's allocator may count the rest of the output's last 2 MiB.
+    assert held(recompute=True) < 2 << 20

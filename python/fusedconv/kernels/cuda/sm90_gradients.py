@@ -110,8 +110,8 @@ class CostConstants:
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
 #: layers, most of them of real models.
 COSTS = CostConstants(scattered=4.0, transposing=1.4)
-#: What a copy by torch takes of the host beside its pass over memory, in launches: it is an operator
-#: by itself, and what is around it no longer is one launch when it is repeated.
+#: What a copy by torch takes of the host beside its pass over memory, in launches: it is an
+#: operator by itself, and what is around it no longer is one launch when it is repeated.
 COPY_HOST = 8.0
 #: Of the register runs over planes of a stride's phases, whose bytes all multiprocessors get faster
 #: than the forward pass's: from the same layers.

@@ -552,11 +552,39 @@ def test_a_processors_record_follows_from_its_instructions():
 
 
 def test_this_processors_record_with_and_without_torchs_query(monkeypatch):
-    if hasattr(torch.cpu, "get_capabilities"):
-        assert processor(torch.cpu.get_capabilities()) == PROCESSOR
-        monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert processor(devices._capabilities()) == PROCESSOR
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    assert processor(devices._capabilities()) == (EMULATING if wide else processor({}))
+    without = dataclasses.replace(
+        EMULATING if wide else processor({}), product_flops=PROCESSOR.product_flops
+    )
+    assert processor(devices._capabilities()) == without
+
+
+def test_float32_products_are_slow_where_their_library_has_no_kernels_for_the_processor(
+    monkeypatch,
+):
+    for name, slow in (("AMD EPYC", True), ("Intel(R) Xeon(R)", False)):
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+        device = processor({**WIDE, "cpu_name": name})
+        assert (device.product_flops < device.fp32_flops) is slow
+        assert processor({"cpu_name": name}).product_flops == device.fp32_flops, "no AVX-512"
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+        assert processor({**WIDE, "cpu_name": name}).product_flops == device.fp32_flops
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_weights_gradient_is_by_products_where_these_are_as_fast_as_convolutions(layout):
+    """Of upsampling by filters as large as their stride."""
+    forward = problem_of(((1, 128, 32, 32, 32), 64, 2, {"stride": 2}), torch.float32, layout)
+    asked = backward_problem(forward, "input", "weight")
+    for name, kernel in (
+        ("Intel(R) Xeon(R)", "cpu_matrix_product_backward"),
+        ("AMD EPYC", "torch_convolution_backward"),
+    ):
+        chosen = choose(asked, processor({**WIDE, "cpu_name": name})).chosen
+        (found,) = [each.kernel.name for piece, each in chosen if "weight" in piece.parts]
+        assert found == kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)

@@ -169,9 +169,9 @@ def test_known_devices_are_listed_by_their_architecture(architecture):
     assert record.type == "cuda"
     assert str(record) == f"{record.name} (sm_{architecture})"
     for field in dataclasses.fields(Device):
-        if field.name not in ("type", "name", "index", "vector_bytes"):
+        if field.name not in ("type", "name", "index", "product_flops", "vector_bytes"):
             assert getattr(record, field.name) > 0, field.name
-    assert record.vector_bytes == 0, "of processors"
+    assert record.product_flops == record.vector_bytes == 0, "of processors"
     assert record.copy_bytes < record.dram_bytes
     assert record.fp32_flops <= record.tf32_flops < record.fp16_flops
 

@@ -73,6 +73,14 @@ def product_milliseconds(problem: ForwardProblem, device: Device, dtype: torch.d
     return problem.conv_flops / flops_rate(device, dtype) * 1e3
 
 
+def matrix_milliseconds(problem: ForwardProblem, device: Device, dtype: torch.dtype) -> float:
+    """The same by matrix products, which in float32 are another library's."""
+    rate = device.product_flops or device.fp32_flops
+    if dtype != torch.float32:
+        rate = flops_rate(device, dtype)
+    return problem.conv_flops / rate * 1e3
+
+
 def is_depthwise(problem: ForwardProblem) -> bool:
     conv = problem.conv
     assert conv is not None
@@ -139,7 +147,7 @@ def _plain_loops_milliseconds(
     weight = weight_elements(problem) * (5 if weight_lies_last(problem) else 1)
     moved = (_COLUMN_PASSES * columns + weight) * dtype.itemsize
     moved += passes * moved_bytes(problem, dtype)
-    return product_milliseconds(problem, device, dtype) + device.copy_milliseconds(moved)
+    return matrix_milliseconds(problem, device, dtype) + device.copy_milliseconds(moved)
 
 
 def _milliseconds(

@@ -299,7 +299,7 @@ class MatrixProductGradients(BackwardKernel):
         # channels first, a batch at a time, took twice as long as torch's with large weights.
         reorders = (layout == "nhwc") != onednn.weight_lies_last(forward)
         passes = 3.0 if reorders else 2.0 if layout == "nchw" else 1.0
-        products = onednn.product_milliseconds(forward, device, dtype) + device.copy_milliseconds(
+        products = onednn.matrix_milliseconds(forward, device, dtype) + device.copy_milliseconds(
             onednn.moved_bytes(forward, dtype)
             + passes * onednn.weight_elements(forward) * dtype.itemsize
         )

@@ -167,7 +167,7 @@ class MatrixProduct(Form):
         dtype = computing_dtype(problem, device)
         total = (
             conversion_milliseconds(problem, device, dtype, self._layout(problem))
-            + onednn.product_milliseconds(problem, device, dtype)
+            + onednn.matrix_milliseconds(problem, device, dtype)
             + device.copy_milliseconds(
                 onednn.moved_bytes(problem, dtype)
                 + onednn.weight_elements(problem) * dtype.itemsize

@@ -199,7 +199,7 @@ def _products_milliseconds(problem: ForwardProblem, device: Device, grid: _Grid)
     assert conv is not None
     more = math.prod(grid.extents) / math.prod(problem.spatial)
     share = min(1.0, min(conv.in_channels, conv.out_channels) / _FULL_RATE)
-    products = onednn.product_milliseconds(problem, device, torch.float32) * more / share
+    products = onednn.matrix_milliseconds(problem, device, torch.float32) * more / share
     started = _PRODUCT * grid.num_products * device.launch_milliseconds
     # The weight is brought into another order.
     weight = onednn.copy_milliseconds(

@@ -170,7 +170,8 @@ _PROCESSOR_FLOPS = 1e11
 _TILES, _PAIRS = 8.0, 2.0
 _EMULATED_FP16, _EMULATED_BF16 = 1 / 50, 1 / 7
 #: The rate of MKL's float32 products over that of oneDNN's convolutions on AMD's processors with
-#: AVX-512, for which MKL has no kernels: 212 and 480 GFLOP/s were measured on two cores of an EPYC.
+#: AVX-512, for which it takes generic code (says MKL_VERBOSE): 212 and 480 GFLOP/s were measured on
+#: two cores of an EPYC.
 _FOREIGN_PRODUCTS = 0.44
 
 
@@ -203,13 +204,16 @@ def processor(capabilities: Mapping[str, object]) -> Device:
 @functools.cache
 def processor_name() -> str:
     """This machine's, as its maker calls it."""
-    # Linux tells platform.processor() the architecture, or nothing.
+    # Linux tells platform.processor() the architecture, or nothing. Of many processors the file
+    # takes long to be read as a whole.
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        with Path("/proc/cpuinfo").open() as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        pass
+    return platform.processor() or platform.machine()
 
 
 def _capabilities() -> Mapping[str, object]:

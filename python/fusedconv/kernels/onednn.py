@@ -75,10 +75,9 @@ def product_milliseconds(problem: ForwardProblem, device: Device, dtype: torch.d
 
 def matrix_milliseconds(problem: ForwardProblem, device: Device, dtype: torch.dtype) -> float:
     """The same by matrix products, which in float32 are another library's."""
-    rate = device.product_flops or device.fp32_flops
     if dtype != torch.float32:
-        rate = flops_rate(device, dtype)
-    return problem.conv_flops / rate * 1e3
+        return product_milliseconds(problem, device, dtype)
+    return problem.conv_flops / (device.product_flops or device.fp32_flops) * 1e3
 
 
 def is_depthwise(problem: ForwardProblem) -> bool:

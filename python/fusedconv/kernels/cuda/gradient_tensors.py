@@ -51,25 +51,17 @@ def copies_to_channels_last(forward: ForwardProblem) -> bool:
     return forward.output_layout == "nhwc" and not writes_channels_last(forward)
 
 
-def torch_copies(problem: BackwardProblem) -> int:
-    """Tensors that torch copies from or to channels last, as the program does not."""
+def transposed_elements(problem: BackwardProblem) -> list[tuple[int, bool]]:
+    """Of each tensor that is channels last, and whether torch copies it, in front or behind, as the
+    program cannot."""
     forward, gradients = problem.forward, problem.gradients
-    copies = int(grad_layout(problem) == "nhwc" and grad_form(problem) == "nchw")
-    if "weight" in gradients and forward.layout == "nhwc" and not reads_channels_last(forward):
-        copies += 1
-    if "input" in gradients and copies_to_channels_last(forward):
-        copies += 1
-    return copies
-
-
-def transposed_elements(problem: BackwardProblem) -> list[int]:
-    """Of each tensor that is channels last, in the program or by a copy in front or behind."""
-    forward, gradients = problem.forward, problem.gradients
-    transposed = [forward.output_elements] if grad_layout(problem) == "nhwc" else []
+    transposed = []
+    if grad_layout(problem) == "nhwc":
+        transposed.append((forward.output_elements, grad_form(problem) != "nhwc"))
     if forward.layout == "nhwc" and "weight" in gradients:
-        transposed.append(forward.input_elements)
+        transposed.append((forward.input_elements, not reads_channels_last(forward)))
     if forward.output_layout == "nhwc" and "input" in gradients:
-        transposed.append(forward.input_elements)
+        transposed.append((forward.input_elements, copies_to_channels_last(forward)))
     return transposed
 
 

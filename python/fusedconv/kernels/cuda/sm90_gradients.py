@@ -32,7 +32,6 @@ from fusedconv.kernels.cuda.gradient_tensors import (
     reads_channels_last,
     sample_bytes,
     splits_grad,
-    torch_copies,
     transposed_elements,
     writes_channels_last,
 )
@@ -205,10 +204,9 @@ class GradientsSm90(BackwardKernel):
         splits = splits_grad(problem)
         # The gradient of a normalisation comes with padded lines.
         pads = pads_grad(problem) and (forward.norm is None or forward.output_layout == "nhwc")
-        for elements in transposed_elements(problem):
+        for elements, by_torch in transposed_elements(problem):
             total += device.copy_milliseconds(costs.transposing * 2 * elements * size)
-            total += device.launch_milliseconds
-        total += torch_copies(problem) * COPY_HOST * device.launch_milliseconds
+            total += (COPY_HOST if by_torch else 1.0) * device.launch_milliseconds
         if splits:
             total += split_milliseconds(forward, device) + device.launch_milliseconds
         if pads or ("bias" in gradients and not (splits and holds_all(forward))):

@@ -5,29 +5,48 @@
 
 namespace fusedconv::conv {
 
-// What the block `rank` of `ranks` computes in its turn, of tiles by `blocks` (of channels, say).
-// It takes all blocks of a tile in sequence, so that blocks with more taps than others burden none,
-// and a tile's input is in the cache. Tiles that are left over are divided by blocks.
-struct BlockItem {
-  bool present;
+// What the block `rank` of `ranks` computes in turn, of tiles by `blocks` (of channels, say). It
+// takes all blocks of a tile in sequence, so that blocks with more taps than others burden none, and
+// a tile's input is in the cache. Tiles that are left over are divided by blocks.
+class BlockItems {
+ public:
   int tile;
-  int block;
+  int block = 0;
 
-  __device__ __forceinline__ BlockItem(int turn, int rank, int ranks, int tiles, int blocks) {
-    int const rounds = tiles / ranks;
-    if (turn < rounds * blocks) {
-      present = true;
-      tile = rank + turn / blocks * ranks;
-      block = turn % blocks;
-      return;
-    }
-    int const left = tiles - rounds * ranks;
-    int64_t const index = rank + int64_t(turn - rounds * blocks) * ranks;
-    present = index < int64_t(left) * blocks;
-    if (!present) return;
-    block = int(index / left);
-    tile = rounds * ranks + int(index % left);
+  __device__ __forceinline__ BlockItems(int rank, int ranks, int tiles, int blocks)
+      : tile(rank),
+        ranks_(ranks),
+        blocks_(blocks),
+        whole_(tiles / ranks * ranks),
+        left_(tiles - whole_),
+        index_(rank) {
+    if (tile >= whole_) locate();
   }
+
+  __device__ __forceinline__ bool present() const {
+    return tile < whole_ || index_ < left_ * blocks_;
+  }
+  __device__ __forceinline__ void advance() {
+    if (tile < whole_) {
+      if (++block < blocks_) return;
+      block = 0;
+      tile += ranks_;
+      if (tile < whole_) return;
+    } else {
+      index_ += ranks_;
+    }
+    locate();
+  }
+
+ private:
+  __device__ __forceinline__ void locate() {
+    if (left_ == 0) return;
+    block = index_ / left_;
+    tile = whole_ + (index_ - block * left_);
+  }
+
+  int ranks_, blocks_, whole_, left_;  // tiles of whole rounds, and those left over
+  int index_;                          // of what is left over
 };
 
 // Tiles by blocks that items count.

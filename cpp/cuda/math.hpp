@@ -111,7 +111,22 @@ struct Pack {
   }
 };
 
-// A scalar of one of the three types, read as float; for small vectors such as weight and bias.
+// A scalar of one of the three types, for small vectors such as weight and bias: as it lies, and
+// what it is.
+__device__ __forceinline__ uint32_t load_bits(void const* base, int64_t index, DType dtype) {
+  if (dtype == DType::kFloat32) return static_cast<uint32_t const*>(base)[index];
+  return static_cast<uint16_t const*>(base)[index];
+}
+__device__ __forceinline__ float float_of_bits(uint32_t bits, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return __uint_as_float(bits);
+    case DType::kFloat16: return __half2float(__ushort_as_half(uint16_t(bits)));
+    case DType::kBFloat16: return __uint_as_float(bits << 16);
+  }
+  return 0.0f;
+}
+
+// The same, read as float.
 __device__ __forceinline__ float load_as_float(void const* base, int64_t index, DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return static_cast<float const*>(base)[index];

@@ -141,7 +141,12 @@ struct Relu {
     return host::select<V>(x <= 0.0f, V{}, grad);
   }
 #ifdef __CUDACC__
-  __device__ __forceinline__ static float value(float x) { return x < 0.0f ? 0.0f : x; }
+  // One instruction, and NaN where that comes.
+  __device__ __forceinline__ static float value(float x) {
+    float result;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+    return result;
+  }
   __device__ __forceinline__ static float slope(float x) { return x <= 0.0f ? 0.0f : 1.0f; }
 #endif
 };

@@ -33,9 +33,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
                                           unsigned char* shared) {
   device::RingCursor cursor;
   cursor.parity = 1;
-  for (int turn = 0;; ++turn) {
-    Item const item(p, turn);
-    if (!item.present) return;
+  for (Items item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
     Slab const slabs[kConsumers] = {Slab(p, item.tile * kConsumers),
                                     Slab(p, item.tile * kConsumers + 1)};

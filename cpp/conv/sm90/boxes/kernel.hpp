@@ -6,7 +6,7 @@
 
 #include "conv/sm90/boxes/copies.hpp"
 #include "conv/sm90/boxes/epilogue.hpp"
-#include "conv/sm90/boxes/moments.hpp"
+#include "conv/sm90/boxes/linear.hpp"
 #include "conv/sm90/boxes/operand.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
@@ -37,59 +37,6 @@ __device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_byt
   }
 }
 
-// What an epilogue does beside adding the bias, an affine map, activating and storing: a kernel of
-// its own each, as the others' would be the slower for it.
-enum class Extra { kNone, kNormalizesPixels, kTakesMoments };
-
-// The results of a slab. Loops keep the code there once.
-template <class Traits, Extra kExtra>
-__device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
-                                       Slab const& slab, Consumer const& self, Sums<Traits>& sums,
-                                       unsigned char* staged) {
-  auto* const by_column = reinterpret_cast<float2*>(staged);
-  auto const round = [&] {
-    for_each_sum<Traits>(
-        sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });
-  };
-  auto const activate = [&] {
-    dispatch_activation(p.activation, [&](auto form) {
-      for_each_sum<Traits>(sums,
-                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
-    });
-  };
-  if constexpr (kExtra == Extra::kTakesMoments) {
-    scale_and_shift<Traits>(p, block, slab, self, Result::kOutput, by_column, sums);
-    // Once before what is stored is activated, once behind.
-#pragma unroll 1
-    for (bool activated = false;; activated = true) {
-      bool const stores = p.stores && activated == p.activates_output;
-      if (stores) round();  // moments are of what is stored, or computed from that
-      if (activated) {
-        finish_copies(self);
-        leave_moments<Traits>(p, block, slab, self, sums, staged);
-      }
-      if (stores) store<Traits>(p, maps, Result::kOutput, block, slab, self, sums, staged);
-      if (activated) return;
-      activate();
-    }
-  } else {
-#pragma unroll 1
-    for (Result result = p.saves ? Result::kSaved : Result::kOutput;; result = Result::kOutput) {
-      scale_and_shift<Traits>(p, block, slab, self, result, by_column, sums);
-      if (result == Result::kSaved) {
-        round();
-      } else {
-        if constexpr (kExtra == Extra::kNormalizesPixels) {
-          normalize_pixels<Traits>(p, block, self, by_column, sums);
-        }
-        activate();
-      }
-      store<Traits>(p, maps, result, block, slab, self, sums, staged);
-      if (result == Result::kOutput) return;
-    }
-  }
-}
-
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barriers& barriers,
                                         unsigned char* shared, Consumer const& self) {
@@ -112,10 +59,10 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   auto const release = [&](int stage) {
     if (self.lane == 0) device::arrive(&barriers.empty[stage]);
   };
-  for (int turn = 0;; ++turn) {
-    Item const item(p, turn);
-    if (!item.present) return;
+  for (Items item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
+    OwnColumns<Traits, kExtra> columns;
+    columns.load_early(p, block, self);
     int const steps = block.taps * p.chunks;
     int tap = 0;
     Sums<Traits> sums;
@@ -153,7 +100,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
 
     Slab const slab(p, item.tile * kConsumers + self.index);
     if (!slab.present) continue;
-    finish<Traits, kExtra>(p, maps, block, slab, self, sums, staged);
+    finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged);
   }
 }
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "conv/sm90/boxes/epilogue.hpp"
+#include "conv/sm90/boxes/columns.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
 #include "groupnorm/moments.hpp"
@@ -68,9 +68,9 @@ __device__ __forceinline__ void add_over_rows(float (&values)[kCount], int lane,
       float kept[kHalf];
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
-        float const own = upper ? values[kHalf + i] : values[i];
-        float const other = upper ? values[i] : values[kHalf + i];
-        kept[i] = own + __shfl_xor_sync(~0u, other, kLanes);
+        // Not by a choice of elements, which would need addresses.
+        float const low = values[i], high = values[kHalf + i];
+        kept[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kLanes);
       }
       if (upper) first += kHalf;
       add_over_rows<kHalf, kLanes / 2>(kept, lane, first);

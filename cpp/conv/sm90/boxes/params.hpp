@@ -23,6 +23,7 @@ struct Params {
   bool channels_last, gathers, saves;
   bool packed;                    // the filter
   bool stores, activates_output;  // where moments are taken
+  bool is_linear;                 // there is a bias, scale or shift
   Activation activation;
   int output_channels;
   int own_channels;  // of bias, scale and shift
@@ -48,10 +49,10 @@ struct Params {
   static Params of(Arguments const& arguments, Slabs const& slabs);
 };
 
-// A tile of positions for a block of columns.
-struct Item : BlockItem {
-  __device__ __forceinline__ Item(Params const& p, int turn)
-      : BlockItem(turn, int(blockIdx.x), int(gridDim.x), p.tile_count, p.blocks) {}
+// Tiles of positions for blocks of columns.
+struct Items : BlockItems {
+  __device__ __forceinline__ Items(Params const& p)
+      : BlockItems(int(blockIdx.x), int(gridDim.x), p.tile_count, p.blocks) {}
 };
 
 // A block of columns.
@@ -100,6 +101,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.bias = a.bias;
   p.scale = a.scale;
   p.shift = a.shift;
+  p.is_linear = a.bias != nullptr || a.scale != nullptr || a.shift != nullptr;
   if (a.norm != nullptr) p.norm = *a.norm;
   if (a.group != nullptr) p.group = *a.group;
   p.group_channels = cutlass::FastDivmod(std::max(1, p.group.channels));

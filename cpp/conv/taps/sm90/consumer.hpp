@@ -114,9 +114,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   device::RingCursor filter;
   int const first_slot = p.shares_rows ? 0 : consumer * p.slots;
   Share const share(p, Traits::kSplitsChannels);
-  for (int turn = 0;; ++turn) {
-    Item const item(p, turn);
-    if (!item.present) return;
+  for (Items item(p); item.present(); item.advance()) {
     Place const place(p, item, tile_columns);
     RowGroup groups[kRowGroups];
 #pragma unroll

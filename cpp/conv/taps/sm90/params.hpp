@@ -46,11 +46,11 @@ struct Params {
   static Params of(Arguments const& arguments);
 };
 
-// A tile of positions for a block of rows, of which the blocks of a cluster share the channels.
-struct Item : BlockItem {
-  __device__ __forceinline__ Item(Params const& p, int turn)
-      : BlockItem(turn, int(blockIdx.x) >> p.split_shift, int(gridDim.x) >> p.split_shift,
-                  p.tile_count, p.blocks) {}
+// Tiles of positions for blocks of rows, of which the blocks of a cluster share the channels.
+struct Items : BlockItems {
+  __device__ __forceinline__ Items(Params const& p)
+      : BlockItems(int(blockIdx.x) >> p.split_shift, int(gridDim.x) >> p.split_shift, p.tile_count,
+                   p.blocks) {}
 };
 
 // Chunks of channels that a block multiplies: all, or its share of a cluster's.
@@ -73,7 +73,7 @@ struct Place {
   int pixels;            // of lines: so counted, behind the last
   int tile_index;        // in the sample
 
-  __device__ __forceinline__ Place(Params const& p, Item const& item, int columns) {
+  __device__ __forceinline__ Place(Params const& p, Items const& item, int columns) {
     p.blocks_m(group, block_m, item.block);
     if (p.order == Order::kLine) {
       if (p.joins_samples) {

@@ -180,9 +180,7 @@ __device__ __forceinline__ void stage_inputs(Params const& p, Barriers& barriers
   device::RingCursor cursor;
   int* inputs = reinterpret_cast<int*>(shared + p.memory.inputs);
   int set = 0;
-  for (int turn = 0;; ++turn) {
-    Item const item(p, turn);
-    if (!item.present) return;
+  for (Items item(p); item.present(); item.advance()) {
     Place const place(p, item, columns);
     Stream const stream(p, place.block_m, Traits::kRowGroups);
     if (stream.total == 0) continue;
@@ -247,9 +245,7 @@ __device__ __forceinline__ void copy_filter(Params const& p, Barriers& barriers,
   int const columns = Traits::kColumns * (p.shares_rows ? kConsumers : 1);
   device::RingCursor cursors[kConsumers];
   Share const share(p, Traits::kSplitsChannels);
-  for (int turn = 0;; ++turn) {
-    Item const item(p, turn);
-    if (!item.present) return;
+  for (Items item(p); item.present(); item.advance()) {
     Place const place(p, item, columns);
     Stream const stream(p, place.block_m, Traits::kRowGroups);
     unsigned char const* source = p.filter + (int64_t(item.block) * p.chunks + share.first) *

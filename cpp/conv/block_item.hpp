@@ -6,8 +6,8 @@
 namespace fusedconv::conv {
 
 // What the block `rank` of `ranks` computes in turn, of tiles by `blocks` (of channels, say). It
-// takes all blocks of a tile in sequence, so that blocks with more taps than others burden none, and
-// a tile's input is in the cache. Tiles that are left over are divided by blocks.
+// takes all blocks of a tile in sequence, so that blocks with more taps than others burden none,
+// and a tile's input is in the cache. Tiles that are left over are divided by blocks.
 class BlockItems {
  public:
   int tile;

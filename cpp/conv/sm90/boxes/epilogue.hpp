@@ -15,8 +15,8 @@ namespace fusedconv::conv::sm90::boxes {
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
                                        Slab const& slab, Consumer const& self,
-                                       OwnColumns<Traits, kExtra>& columns,
-                                       Sums<Traits>& sums, unsigned char* shared) {
+                                       OwnColumns<Traits, kExtra>& columns, Sums<Traits>& sums,
+                                       unsigned char* shared) {
   auto const& values = ColumnValues<Traits>::in(shared);
   auto const round = [&] {
     for_each_sum<Traits>(

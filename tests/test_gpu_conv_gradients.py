@@ -24,7 +24,8 @@ from reference import relative_error
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS, SHORTEST_STRICT_POSITIONS
+from fusedconv.kernels.cuda.program import SHORTEST_STRICT_SUM
+from fusedconv.kernels.cuda.sm90_gradients import MOST_STRICT_ZEROS
 from fusedconv.layout import layout_of
 from fusedconv.registry import registry
 
@@ -126,7 +127,7 @@ def test_random_problems(kernel, draw, layout, gradients_of):
     for _ in range(RANDOM_PROBLEMS):
         case = draw(kernel, generator)
         if precision == "fp32":  # shorter sums for the weight are refused
-            fewest = math.ceil(SHORTEST_STRICT_POSITIONS / math.prod(case["spatial"]))
+            fewest = math.ceil(SHORTEST_STRICT_SUM / math.prod(case["spatial"]))
             case["batch"] = max(case["batch"], fewest)
         tensors = operands(case, dtype, layout)
         tensors[1] = in_layout(tensors[1], case["weight_layout"])

@@ -56,34 +56,21 @@ void bind_sm90_wgrad(py::module_& room) {
       .def_property_readonly("splits", scheduled<Config>(&Schedule::splits), "Blocks of a task.")
       .def_property_readonly("steps", scheduled<Config>(&Schedule::steps),
                              "Rows of strips that a task's blocks take together.")
-      .def_property_readonly("strict_flush_steps", scheduled<Config>(&Schedule::strict_flush_steps),
-                             "Steps after which strict fp32 adds its accumulators to memory.")
       .def_property_readonly("partial_bytes", scheduled<Config>(&Schedule::partial_bytes));
-  py::enum_<Product>(m, "Product", "Of the three that strict fp32 is a sum of, in this order.")
-      .value("small_by_big", Product::kSmallByBig)
-      .value("big_by_small", Product::kBigBySmall)
-      .value("big_by_big", Product::kBigByBig);
-  m.attr("strict_products") = kStrictProducts;
   m.attr("flush_steps") = kFlushSteps;
-  py::class_<SmallPart, Step, std::shared_ptr<SmallPart>>(
-      m, "SmallPart", "What rounding to TF32 leaves of a tensor whose lines are padded.")
-      .def(py::init<std::string, int64_t, int64_t, Operand, Operand>(), py::arg("name"),
-           py::kw_only(), py::arg("lines"), py::arg("columns"), py::arg("input"),
-           py::arg("output"));
   py::class_<SumProducts, Step, std::shared_ptr<SumProducts>>(
       m, "SumProducts", "The weight gradient in parts; lines of both tensors are padded.")
-      .def(py::init<Config const&, Operand, Operand, Operand, std::optional<Product>>(),
-           py::arg("config"), py::kw_only(), py::arg("input"), py::arg("grad_output"),
-           py::arg("partials"), py::arg("product") = py::none());
+      .def(py::init<Config const&, Operand, Operand, Operand>(), py::arg("config"), py::kw_only(),
+           py::arg("input"), py::arg("grad_output"), py::arg("partials"));
   py::class_<AddPartials, Step, std::shared_ptr<AddPartials>>(
       m, "AddPartials",
       "The weight gradient [C, K, T, R, S] from its parts, in a fixed order; with phases "
       "that of the weight whose planes the config's output channels are. It lies as weight says, "
       "or is contiguous.")
-      .def(py::init<Config const&, Operand, Operand, std::optional<conv::PhasePlanes> const&, int,
+      .def(py::init<Config const&, Operand, Operand, std::optional<conv::PhasePlanes> const&,
                     std::optional<conv::FilterSource> const&>(),
            py::arg("config"), py::kw_only(), py::arg("partials"), py::arg("grad_weight"),
-           py::arg("phases") = py::none(), py::arg("products") = 1, py::arg("weight") = py::none());
+           py::arg("phases") = py::none(), py::arg("weight") = py::none());
 }
 
 }  // namespace fusedconv::binding

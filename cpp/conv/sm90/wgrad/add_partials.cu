@@ -22,18 +22,15 @@ struct Extents {
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     add_partials_kernel(Params const p, Extents const e, PhasePlanes const phases,
-                        FilterSource const weight, int products, int64_t product_elements,
-                        T* __restrict__ grad_weight) {
+                        FilterSource const weight, T* __restrict__ grad_weight) {
   int const accumulator = int(blockIdx.x * kThreads + threadIdx.x);
   int const index = int(blockIdx.y);
   int64_t const first = partial_index(p, index, 0, 0, e.r) + accumulator;
   int64_t const stride = int64_t(p.warpgroups()) * e.r * (kBlock * kBlock);
   double sum = 0.0;
-  for (int product = 0; product < products; ++product) {
-    float const* source = p.partials + product * product_elements + first;
+  float const* source = p.partials + first;
 #pragma unroll 12
-    for (int i = 0; i < p.splits; ++i, source += stride) sum += __ldcs(source);
-  }
+  for (int i = 0; i < p.splits; ++i, source += stride) sum += __ldcs(source);
   int rest = accumulator;
   auto const take = [&rest](int extent) {
     int const result = rest % extent;
@@ -60,15 +57,14 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void add_partials(Config const& config, PhasePlanes const& phases, FilterSource const& weight,
-                  int products, float const* partials, void* grad_weight, cudaStream_t stream) {
+                  float const* partials, void* grad_weight, cudaStream_t stream) {
   ConvProblem const& c = config.problem;
   Params const p = Params::of({.config = config, .partials = const_cast<float*>(partials)});
   dim3 const grid(c.r * p.warpgroups() * kBlock * kBlock / kThreads, config.schedule.tasks);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
     device::launch(add_partials_kernel<T>, grid, kThreads, 0, stream, p, Extents{c.c, c.k, c.r},
-                   phases, weight, products, config.schedule.partial_elements(),
-                   static_cast<T*>(grad_weight));
+                   phases, weight, static_cast<T*>(grad_weight));
   });
   check_launch(config, c.n, "add_partials", cudaGetLastError());
 }

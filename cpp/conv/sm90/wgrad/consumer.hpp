@@ -8,26 +8,13 @@
 #include <cstdint>
 #include <utility>
 
-#include "conv/sm90/partial_sums.hpp"
 #include "conv/sm90/wgmma.hpp"
+#include "conv/sm90/wgrad/operand.hpp"
 #include "conv/sm90/wgrad/params.hpp"
 #include "conv/sm90/wgrad/traits.hpp"
 #include "cuda/async.hpp"
-#include "cute/arch/mma_sm90_desc.hpp"
 
 namespace fusedconv::conv::sm90::wgrad {
-
-// Lines of a strip, a channel each, as copies with a swizzle of as many bytes leave them.
-template <class Traits>
-__device__ __forceinline__ uint64_t input_operand(uint32_t address) {
-  cute::GmmaDescriptor result;
-  result.bitfield.start_address_ = uint16_t(address >> 4);
-  result.bitfield.leading_byte_offset_ = 1;
-  result.bitfield.stride_byte_offset_ = 8 * Traits::kStripBytes >> 4;
-  result.bitfield.layout_type_ =
-      uint8_t(Traits::kHalves == 1 ? gmma::LayoutType::B64 : gmma::LayoutType::B128);
-  return result.desc_;
-}
 
 // kStraddles: elements of 16 bits at an odd shift, whose pairs straddle words.
 template <class Traits, bool kStraddles>
@@ -36,16 +23,10 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   using Mma = typename Traits::Mma;
   using Indices = std::make_integer_sequence<int, Traits::kAccumulators>;
   constexpr int kRows = Traits::kFilterRows;
-  constexpr int kRowAccumulators = kBlock / 2;
   int const lane = threadIdx.x % 32;
-  int const thread = threadIdx.x % kWarpgroupThreads;
-  int const group = p.groups > 1 ? warpgroup : 0;
-  int const column = warpgroup - group;
-  int const channel = group * kBlock + thread / 32 * 16 + lane / 4;
   int const pitch = p.pitch_bytes;
   int const grad_bytes = p.groups * kBlock * pitch;
-  int const shift = (p.lead + column - p.pad_w) * Traits::kElementBytes / 4;  // in words
-  uint32_t const own = memory.grad + channel * pitch + (shift + lane % 4) * 4;
+  uint32_t const own = own_grad<Traits>(p, memory, warpgroup);
   uint64_t const first_line = input_operand<Traits>(memory.input);
   constexpr uint32_t kLineUnits = Traits::kInputBytes >> 4;
 
@@ -56,9 +37,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   uint32_t line = own;
   auto const load = [&](auto& set, int half) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t const at =
-          line + half * kHalfStripBytes + i / 4 * 32 + (i & 2) * 8 + (i & 1) * 8 * pitch;
+    for (int i = 0; i < kHalfWords; ++i) {
+      uint32_t const at = line + word_offset(half, i, pitch);
       uint32_t& word = set[i / 4][i % 4];
       word = device::load_word(at);
       if constexpr (kStraddles) word = __byte_perm(word, device::load_word(at + 4), 0x5432);
@@ -91,18 +71,13 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
   load(operands[0], 0);
   constexpr int kNone = -1;
   int through = kNone;  // the stage whose last products end next
-  auto* const partials =
-      reinterpret_cast<float4*>(p.partials +
-                                partial_index(p, work.task, work.split, warpgroup, kRows)) +
-      thread;
-  bool first = true;
+  OwnPartials<Traits> partials(p, work, warpgroup);
   // All products of the step before are done, and with them the oldest of its lines.
   auto const release = [&] {
     if (through != kNone && lane == 0) device::arrive(&barriers.empty[through]);
     if (++through == p.stages) through = 0;
   };
-  // Steps of a turn of the loop, in which the operands' two sets alternate.
-  constexpr int kTurn = Traits::kHalves == 1 ? 2 : 1;
+  constexpr int kTurn = Traits::kTurn;
   int left = Share(p, work.split).steps(p, kRows - 1);
   left = (left + kTurn - 1) / kTurn;
   // After the last step the line at hand is loaded once more, for nothing.
@@ -142,18 +117,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, Mem
     }
     cute::warpgroup_wait<0>();
 #pragma unroll
-    for (int i = 0; i < Traits::kAccumulators; ++i) cute::warpgroup_fence_operand(sums[i]);
-#pragma unroll
-    for (int i = 0; i < Traits::kAccumulators / 4; ++i) {
-      constexpr int kFours = kRowAccumulators / 4;
-      float4 const four =
-          make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-      float4* const target =
-          partials + ((kRows - 1 - i / kFours) * kFours + i % kFours) * kWarpgroupThreads;
-      leave_sums(target, four, first);
-      sums[4 * i] = sums[4 * i + 1] = sums[4 * i + 2] = sums[4 * i + 3] = 0.0f;
-    }
-    first = false;
+    for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+    partials.add(sums);
   }
 }
 

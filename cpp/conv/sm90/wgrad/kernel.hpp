@@ -9,6 +9,7 @@
 #include "conv/sm90/wgrad/consumer.hpp"
 #include "conv/sm90/wgrad/params.hpp"
 #include "conv/sm90/wgrad/producer.hpp"
+#include "conv/sm90/wgrad/split_consumer.hpp"
 #include "conv/sm90/wgrad/traits.hpp"
 #include "cuda/async.hpp"
 #include "cute/arch/config.hpp"
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
+      device::init_barrier(&barriers.split[i], kSplitterWarps);
       device::init_barrier(&barriers.empty[i], kWarpgroupWarps * p.warpgroups());
     }
     device::fence_barrier_init();
@@ -40,17 +42,23 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (warpgroup < p.warpgroups()) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     auto const memory = Memory::of<Traits>(p, device::shared_address(shared));
-    if constexpr (Traits::kElementBytes == 2) {
-      if (p.groups == 1 && (warpgroup - p.pad_w) % 2 != 0) {
-        consume<Traits, true>(p, barriers, memory, work, warpgroup);
-        return;
+    if constexpr (Traits::kSplits) {
+      consume_split<Traits>(p, barriers, memory, work, warpgroup);
+    } else {
+      if constexpr (Traits::kElementBytes == 2) {
+        if (p.groups == 1 && (warpgroup - p.pad_w) % 2 != 0) {
+          consume<Traits, true>(p, barriers, memory, work, warpgroup);
+          return;
+        }
       }
+      consume<Traits, false>(p, barriers, memory, work, warpgroup);
     }
-    consume<Traits, false>(p, barriers, memory, work, warpgroup);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (threadIdx.x % kWarpgroupThreads == 0) {
-      produce<Traits>(p, barriers, shared, work, input_map, grad_map);
+    int const thread = int(threadIdx.x) % kWarpgroupThreads;
+    if (thread == 0) produce<Traits>(p, barriers, shared, work, input_map, grad_map);
+    if constexpr (Traits::kSplits) {
+      if (thread >= 32) split_lines<Traits>(p, barriers, shared, work, thread - 32);
     }
   }
 }

@@ -19,7 +19,7 @@ struct Params {
   int dilation_d;
   int lead, pitch_bytes, stages;
   int splits;
-  int flush_steps;  // even where a strip is one half
+  int flush_steps;  // whole turns of the consumers' loop
   cutlass::FastDivmod strips, slices;
   cutlass::FastDivmod tasks, blocks_c, blocks_k;
 
@@ -45,7 +45,7 @@ inline Params Params::of(Arguments const& a) {
   p.pitch_bytes = s.pitch_bytes;
   p.stages = s.stages;
   p.splits = s.splits;
-  p.flush_steps = a.big_by_big ? s.strict_flush_steps : kFlushSteps;
+  p.flush_steps = s.parts == 2 ? kSplitFlushSteps : kFlushSteps;
   p.strips = cutlass::FastDivmod(s.strips);
   p.slices = cutlass::FastDivmod(c.d);
   p.tasks = cutlass::FastDivmod(s.tasks);
@@ -120,6 +120,7 @@ struct Share {
 // The start of shared memory.
 struct Barriers {
   uint64_t full[kMaxStages];
+  uint64_t split[kMaxStages];  // in strict fp32: the input's lines are in two parts
   uint64_t empty[kMaxStages];
 };
 static_assert(sizeof(Barriers) <= kHeaderBytes);
@@ -127,12 +128,16 @@ static_assert(sizeof(Barriers) <= kHeaderBytes);
 // Addresses in shared memory, where barriers, lines of the input and of the gradient follow each
 // other.
 struct Memory {
-  uint32_t input, grad;
+  uint32_t input;
+  uint32_t small_input;  // what is left of the input's lines, where they are split
+  uint32_t grad;
 
   template <class Traits>
   __device__ __forceinline__ static Memory of(Params const& p, uint32_t shared) {
     uint32_t const input = shared + kHeaderBytes;
-    return {input, input + (p.stages + Traits::kFilterRows - 1) * Traits::kInputBytes};
+    uint32_t const lines = (p.stages + Traits::kFilterRows - 1) * Traits::kInputBytes;
+    uint32_t const small_input = input + (Traits::kSplits ? lines : 0);
+    return {input, small_input, small_input + lines};
   }
 };
 

@@ -1,4 +1,5 @@
-// The thread that fills the ring: of each step a line of the input and one of the gradient.
+// The thread that fills the ring: of each step a line of the input and one of the gradient. In
+// strict fp32 other warps split the input's lines once they have landed.
 #pragma once
 
 #include <cuda.h>
@@ -8,6 +9,8 @@
 #include "conv/sm90/wgrad/params.hpp"
 #include "conv/sm90/wgrad/traits.hpp"
 #include "cuda/async.hpp"
+#include "cuda/math.hpp"
+#include "cuda/tile.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 
 namespace fusedconv::conv::sm90::wgrad {
@@ -31,7 +34,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
   auto const put = [&](int sample, int slice, int column, int row, int grad_row) {
     uint64_t* const full = &barriers.full[cursor.stage];
     wait_for(&barriers.empty[cursor.stage], cursor.parity);
-    bool const again = cursor.stage < kTwice;
+    // Who splits a line leaves it twice himself.
+    bool const again = !Traits::kSplits && cursor.stage < kTwice;
     device::arrive_and_expect(full, grad_bytes + (again ? 2 : 1) * Traits::kInputBytes);
     auto const copy_input = [&](int stage) {
       cute::SM90_TMA_LOAD_5D::copy(&input_map, full, kHint, input + stage * Traits::kInputBytes,
@@ -54,8 +58,50 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, uns
       put(sample, slice, strip * Traits::kStrip, row < last ? row : kNoRow, row - p.pad_h);
     }
   });
-  // Steps come in pairs where they are half strips.
-  if (Traits::kHalves == 1 && share.steps(p, kTwice) % 2 != 0) put(0, 0, 0, kNoRow, kNoRow);
+  if (Traits::kTurn == 2 && share.steps(p, kTwice) % 2 != 0) put(0, 0, 0, kNoRow, kNoRow);
+}
+
+// kSplitterThreads threads replace the values of the input's lines by their big parts and leave the
+// small ones beside them. Both have the line's swizzle.
+template <class Traits>
+__device__ __forceinline__ void split_lines(Params const& p, Barriers& barriers,
+                                            unsigned char* shared, BlockWork const& work,
+                                            int thread) {
+  constexpr int kTwice = Traits::kFilterRows - 1;
+  constexpr int kPieceBytes = 16;
+  using Piece = device::Pack<float, kPieceBytes / int(sizeof(float))>;
+  auto const offsets = Memory::of<Traits>(p, 0);
+  uint32_t const to_small = offsets.small_input - offsets.input;
+  uint32_t const to_second = p.stages * Traits::kInputBytes;
+  device::RingCursor cursor;
+  for (int left = kTwice + Share(p, work.split).steps(p, kTwice); left > 0; --left) {
+    bool const again = cursor.stage < kTwice;
+    unsigned char* const line = shared + offsets.input + cursor.stage * Traits::kInputBytes;
+    wait_for(&barriers.full[cursor.stage], cursor.parity);
+#pragma unroll 1
+    for (int i = thread * kPieceBytes; i < Traits::kInputBytes;
+         i += kSplitterThreads * kPieceBytes) {
+      auto* const big = reinterpret_cast<float*>(line + i);
+      auto* const small = reinterpret_cast<float*>(line + to_small + i);
+      Piece bigs = Piece::load(big), smalls;
+#pragma unroll
+      for (int e = 0; e < int(kPieceBytes / sizeof(float)); ++e) {
+        float const value = bigs.values[e];
+        bigs.values[e] = device::big_tf32(value);
+        smalls.values[e] = device::round_to_tf32(value - bigs.values[e]);
+      }
+      bigs.store(big);
+      smalls.store(small);
+      if (again) {
+        bigs.store(reinterpret_cast<float*>(line + to_second + i));
+        smalls.store(reinterpret_cast<float*>(line + to_second + to_small + i));
+      }
+    }
+    device::fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) device::arrive(&barriers.split[cursor.stage]);
+    cursor.advance(p.stages);
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::wgrad

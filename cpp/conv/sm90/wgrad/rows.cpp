@@ -5,7 +5,8 @@
 namespace fusedconv::conv::sm90::wgrad {
 
 std::vector<Row> const& rows() {
-  static std::vector<Row> const all = collected<Row>({&append_tf32, &append_f16, &append_bf16});
+  static std::vector<Row> const all =
+      collected<Row>({&append_tf32, &append_tf32x3, &append_f16, &append_bf16});
   return all;
 }
 

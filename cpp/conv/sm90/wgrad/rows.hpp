@@ -16,14 +16,12 @@ namespace fusedconv::conv::sm90::wgrad {
 struct Config;
 
 // The input [N, C, D, H, W] and the output's gradient [N, K, Z, P, Q], dense but for lines, which
-// are padded to kLineAlignment bytes. partials: schedule.partial_bytes. big_by_big: the product of
-// strict fp32's big parts, whose sums are kept as exact as float32's.
+// are padded to kLineAlignment bytes. partials: schedule.partial_bytes.
 struct Arguments {
   Config const& config;
   void const* input = nullptr;
   void const* grad_output = nullptr;
   float* partials = nullptr;
-  bool big_by_big = false;
 };
 
 // One compiled kernel for each number of a filter's rows.
@@ -39,6 +37,7 @@ std::vector<Row> const& rows();
 
 // Defined by the instance files.
 void append_tf32(std::vector<Row>& rows);
+void append_tf32x3(std::vector<Row>& rows);
 void append_f16(std::vector<Row>& rows);
 void append_bf16(std::vector<Row>& rows);
 

@@ -14,13 +14,6 @@ namespace {
 constexpr int kFewestStages = 4;
 // Steps that make a block worth its partial sums.
 constexpr int64_t kFewestSteps = 8;
-// Strict fp32 is to be as exact as a sum in float32, whose error grows with its length: up to so
-// many positions that may be less than what eight additions in the tensor core lose, 1.4e-7, and
-// products are few enough to be added to memory after four.
-constexpr int64_t kShortSum = int64_t(1) << 14;
-constexpr int kShortFlushSteps = 1;
-constexpr int kLongFlushSteps = 2;
-constexpr int kHalfStripFlushSteps = 2;  // of two additions; the loop takes two at once
 constexpr int64_t kMostSteps = int64_t(1) << 30;
 constexpr int64_t kMostTasks = 0xffff;  // what a grid's second axis takes
 
@@ -59,6 +52,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   }
 
   Schedule s;
+  s.parts = traits_of(math).parts;
   if (int64_t(p.w) * element <= kHalfStripBytes) s.halves = 1;
   int const strip = s.strip_bytes() / element;
   s.strips = int(ceil_div(p.w, strip));
@@ -90,10 +84,6 @@ Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout la
   if (s.steps >= kMostSteps || tasks > kMostTasks) {
     return refused(detail::join(tasks, " tasks of ", s.steps, " steps are more than are counted"));
   }
-  int64_t const positions = int64_t(p.n) * p.d * p.h * p.w;
-  s.strict_flush_steps = s.halves == 1            ? kHalfStripFlushSteps
-                         : positions <= kShortSum ? kShortFlushSteps
-                                                  : kLongFlushSteps;
   s.tasks = int(tasks);
   s.splits = int(std::min<int64_t>(splits_of(s.tasks, s.steps, kFewestSteps), units * p.h));
   s.partial_bytes =

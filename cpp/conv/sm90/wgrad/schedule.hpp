@@ -33,8 +33,11 @@ inline constexpr int kMaxStages = 16;
 // Steps after which accumulators are added to the block's partial sums: the tensor core drops bits
 // in every addition to an accumulator, which a long sum would show: 1.8e-8 of the sum in each. A
 // step is up to four additions, two where a strip is one half; after 128 steps sums are 9e-6 of
-// themselves too small, more than strict fp32 allows.
+// themselves too small.
 inline constexpr int kFlushSteps = 128;
+// In strict fp32 half a strip's products are a sum of their own, which is added to a total in
+// registers, with rounding: what that leaves grows with the root of the number of additions.
+inline constexpr int kSplitFlushSteps = 32;
 inline constexpr int kHeaderBytes = 1024;  // barriers
 
 // Elements from one line to the next in tensors whose lines are padded to kLineAlignment.
@@ -44,6 +47,7 @@ constexpr int64_t padded(int64_t columns, int element_bytes) {
 
 struct Schedule {
   Support support;
+  int parts = 1;   // of the input's values: strict fp32 splits them in two
   int halves = 2;  // of a strip, kHalfStripBytes of a row of the input each
   int strips = 0;  // of a row
   // The box of the output's gradient: columns that it begins before the strip, and its pitch.
@@ -56,14 +60,12 @@ struct Schedule {
   int tasks = 0;                   // for each depth tap, those of all channels
   int splits = 0;                  // blocks of a task
   int64_t steps = 0;               // rows of strips that all blocks of a task take
-  int strict_flush_steps = 2;      // strict fp32's kFlushSteps
   int64_t partial_bytes = 0;       // of all tasks
 
   int strip_bytes() const { return halves * kHalfStripBytes; }
   // Of a stage.
-  int input_bytes() const { return kBlock * strip_bytes(); }
+  int input_bytes() const { return parts * kBlock * strip_bytes(); }
   int grad_bytes() const { return groups * kBlock * pitch_bytes; }
-  int64_t partial_elements() const { return partial_bytes / int64_t(sizeof(float)); }
 };
 
 // problem: the convolution that the forward pass lowers to, with its batch; aligned: the tensors'

@@ -86,10 +86,6 @@ CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 #: Taps of a filter for planes, most of them zeros, over the weight's: sums of fewer products are
 #: added more often than eager adds them, which strict fp32 shows.
 MOST_STRICT_ZEROS = 2.5
-#: Positions that the weight's gradient sums from which on strict fp32 is as exact as eager. Four
-#: additions in the tensor core lose 0.7e-7 of a sum, whatever its length; eager's error grows with
-#: that, and in sums of 88 and 309 positions was 0.7e-7 and 0.8e-7.
-SHORTEST_STRICT_POSITIONS = 512
 
 #: For a person.
 _GRAD_NAME = "the output's gradient"
@@ -168,23 +164,21 @@ class GradientsSm90(BackwardKernel):
                     f"planes' filters have {padded} taps for {products}; sums are as exact as "
                     f"eager's up to {MOST_STRICT_ZEROS} times as many in strict fp32"
                 )
-            row = self._strict_sum(products, SHORTEST_STRICT_SUM) and self.input_row(
-                problem, device
-            )
+            row = self._strict_sum(products) and self.input_row(problem, device)
             if isinstance(row, Support):
                 return row
         if "weight" in problem.gradients:
             positions = problem.forward.batch * math.prod(problem.forward.spatial)
-            support = self._strict_sum(positions, SHORTEST_STRICT_POSITIONS)
+            support = self._strict_sum(positions)
             return support and self._weight.supports(problem.forward, device)
         return Support.yes()
 
-    def _strict_sum(self, products: int, shortest: int) -> Support:
+    def _strict_sum(self, products: int) -> Support:
         """Whether a gradient that sums so many products is as exact as strict fp32 asks for."""
-        if self.precision == "fp32" and products < shortest:
+        if self.precision == "fp32" and products < SHORTEST_STRICT_SUM:
             return Support.no(
-                f"a gradient sums {products} products, 3xTF32 is as exact as fp32 from {shortest} "
-                "on"
+                f"a gradient sums {products} products, 3xTF32 is as exact as fp32 from "
+                f"{SHORTEST_STRICT_SUM} on"
             )
         return Support.yes()
 
@@ -294,9 +288,7 @@ class GradientsSm90(BackwardKernel):
             )
         if pads_input(problem):
             given = program.padded_input(given, forward.channels, spatial)
-        self._weight.append(
-            program, forward, device, given, compiled.tensor(GRAD_WEIGHT, 0), name=_GRAD_NAME
-        )
+        self._weight.append(program, forward, device, given, compiled.tensor(GRAD_WEIGHT, 0))
 
 
 def _pad(

@@ -1,12 +1,13 @@
 """The weight's gradient of a transposed convolution of stride 1 on Hopper, as steps of a program.
 
 It is a sum over positions of products of the input and the output's gradient, in a fixed number of
-parts that are added in a fixed order: the same bits on every device. Strict fp32 is three such sums
-in TF32: of the operands, and of each with what rounding to TF32 leaves of the other.
+parts that are added in a fixed order: the same bits on every device. In strict fp32 each product is
+three in TF32: of the operands, and of each with what rounding to TF32 leaves of the other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from fusedconv.device import Device
 from fusedconv.kernels.compiled import conv_problem
 from fusedconv.kernels.cuda.convolution import weight_gradient
 from fusedconv.kernels.cuda.phase_planes import compiled_phases, is_strided, of_planes
-from fusedconv.kernels.cuda.program import ForwardProgram, lines_problem
+from fusedconv.kernels.cuda.program import ForwardProgram
 from fusedconv.kernels.cuda.sm90 import only_phase
 from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
@@ -32,9 +33,6 @@ class CostConstants:
     #: A line, and a byte of it that lands in shared memory, where products take less.
     line: float
     staged_byte: float
-    #: Adding one filter tap's accumulators to the sums in memory, which strict fp32 does every few
-    #: lines.
-    flush: float
     #: What a block costs beside its lines, in lines.
     block_lines: float
     #: Times what copying both tensors takes, where all that takes less.
@@ -42,11 +40,12 @@ class CostConstants:
 
 
 #: Measured on an H200: both systems' convolutions, planes of 14 to 56 squared, and 18 strided
-#: layers, most of them of real models; ``flush`` on both systems in strict fp32, whose three
-#: products take 9.42 and 3.40 ms.
-COSTS = CostConstants(
-    tap=174.0, line=300.0, staged_byte=0.02, flush=755.0, block_lines=20.0, passes=1.5
-)
+#: layers, most of them of real models.
+COSTS = CostConstants(tap=174.0, line=300.0, staged_byte=0.02, block_lines=20.0, passes=1.5)
+#: Of strict fp32, measured on an H100: both systems' convolutions, planes of 14 to 56 squared, and
+#: filters of 1 to 6 taps. A line takes a warpgroup so long by itself, with nothing under way while
+#: it adds.
+STRICT_COSTS = dataclasses.replace(COSTS, tap=423.0, line=1400.0, staged_byte=0.0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,11 +72,9 @@ class WeightSm90:
     """The sums of one way to form products."""
 
     def __init__(self, math: Any) -> None:
-        #: Whether operands are split into what TF32 holds and what is left.
-        self._splits: bool = _C.math_traits(math).precision == "fp32"
-        name = "tf32" if self._splits else math.name
+        self._costs = STRICT_COSTS if _C.math_traits(math).precision == "fp32" else COSTS
         rows = enumerate(_C.sm90.wgrad.rows())
-        self._rows = [index for index, row in rows if row.math.name == name]
+        self._rows = [index for index, row in rows if row.math.name == math.name]
 
     def config(self, forward: ForwardProblem, device: Device) -> Any:
         """Of the row that serves the problem, where its ``support`` says so."""
@@ -87,11 +84,9 @@ class WeightSm90:
     def supports(self, forward: ForwardProblem, device: Device) -> Support:
         return Support.of(self.config(forward, device).support)
 
-    def milliseconds(
-        self, forward: ForwardProblem, device: Device, costs: CostConstants = COSTS
-    ) -> float:
-        """Of a supported problem, were the constants these."""
-        room, config, planes = _C.sm90.wgrad, self.config(forward, device), _planes(forward)
+    def milliseconds(self, forward: ForwardProblem, device: Device) -> float:
+        """Of a supported problem."""
+        config, planes, costs = self.config(forward, device), _planes(forward), self._costs
         assert planes.conv is not None
         taps = math.prod(planes.conv.kernel_size[-2:])
         share = config.groups * config.halves / 2
@@ -104,14 +99,8 @@ class WeightSm90:
             lines * line * 1e3 / device.clock_hertz,
             costs.passes * device.copy_milliseconds(read),
         )
-        launches, products = 3, 1
-        if self._splits:
-            launches, products = 7, room.strict_products
-            flushes = lines / config.strict_flush_steps * taps * config.groups * costs.flush
-            total = products * total + flushes * 1e3 / device.clock_hertz
-            total += device.copy_milliseconds(2 * read)
-        total += device.copy_milliseconds(2 * products * config.partial_bytes)
-        return total + launches * device.launch_milliseconds
+        total += device.copy_milliseconds(2 * config.partial_bytes)
+        return total + 3 * device.launch_milliseconds
 
     def append(
         self,
@@ -120,43 +109,14 @@ class WeightSm90:
         device: Device,
         input: Any,
         grad_weight: Any,
-        *,
-        name: str,
     ) -> None:
         """Appends the steps from ``input`` and the output's gradient or its planes, which are the
-        program's input and which a person calls ``name``; the lines of both are padded."""
+        program's input; the lines of both are padded."""
         room, config = _C.sm90.wgrad, self.config(forward, device)
-        products = room.strict_products if self._splits else 1
-        partials = program.scratch(0, products * config.partial_bytes)
-        operands = {"input": input, "grad_output": program.input}
-
-        def sum_products(product: Any, **small: Any) -> None:
-            program.compiled.per_chunk(
-                room.SumProducts(config, **(operands | small), partials=partials, product=product)
-            )
-
-        if self._splits:
-            planes = _planes(forward)
-            tensors = (
-                ("input", "the input", planes.input_shape, room.Product.small_by_big),
-                ("grad_output", name, planes.output_shape, room.Product.big_by_small),
-            )
-            # One after the other in the same scratch.
-            small = program.scratch(
-                max(_padded_bytes(forward, shape) for _, _, shape, _ in tensors)
-            )
-            for operand, text, shape, product in tensors:
-                program.compiled.per_chunk(
-                    room.SmallPart(
-                        text,
-                        lines=math.prod(shape[1:-1]),
-                        columns=shape[-1],
-                        input=operands[operand],
-                        output=small,
-                    )
-                )
-                sum_products(product, **{operand: small})
-        sum_products(room.Product.big_by_big if self._splits else None)
+        partials = program.scratch(0, config.partial_bytes)
+        program.compiled.per_chunk(
+            room.SumProducts(config, input=input, grad_output=program.input, partials=partials)
+        )
         assert forward.conv is not None
         program.compiled.per_chunk(
             room.AddPartials(
@@ -164,15 +124,6 @@ class WeightSm90:
                 partials=partials,
                 grad_weight=grad_weight,
                 phases=compiled_phases(forward.conv) if is_strided(forward) else None,
-                products=products,
                 weight=weight_gradient(forward.conv),
             )
         )
-
-
-def _padded_bytes(forward: ForwardProblem, shape: tuple[int, ...]) -> int:
-    """Of a sample of a tensor whose lines are padded."""
-    batch, channels, *spatial = shape
-    lines = lines_problem(batch, channels, tuple(spatial), forward.dtype, spatial[-1])
-    padded: int = lines.sample_bytes
-    return padded

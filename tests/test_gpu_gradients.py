@@ -46,16 +46,18 @@ def serves_gradients(
         return True
     channels, pixels = shape[1], math.prod(shape[2:])
     vector = 16 // dtype.itemsize  # elements
-    if channels_last or pixels % vector or capability != (9, 0):
+    if channels_last or channels // groups * pixels % vector or capability != (9, 0):
         return False
-    # Tiles of 8 KiB of the input and as much of the gradient, which do not straddle planes.
-    plane = pixels // vector
-    if plane < 256:
+    # Tiles of 8 KiB of the input and as much of the gradient, which do not straddle planes: those
+    # may begin and end within 16 bytes.
+    plane = math.ceil((pixels + vector - math.gcd(vector, pixels)) / vector)
+    tiles = math.ceil(plane / 512)
+    if plane < 256 or math.ceil(pixels / vector) <= (tiles - 1) * 512:
         return False
-    tiles = math.ceil(plane / 512) * (channels // groups)
+    tiles *= channels // groups
     blocks = min(multiprocessors, 160, shape[0] * groups * tiles)
     table = math.ceil(channels * 8 / 128) * 128
-    slots = min(13, ((227 << 10) - table - (2 << 10)) // (16 << 10))
+    slots = min(13, ((227 << 10) - table - (6 << 10)) // (16 << 10))
     return math.ceil(tiles / blocks) < slots
 
 

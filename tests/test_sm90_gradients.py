@@ -19,8 +19,12 @@ from fusedconv.kernels.compiled import CONTIGUOUS_STEP
 from fusedconv.kernels.cuda import sm90_gradients
 from fusedconv.kernels.cuda.convolution import weight_gradient
 from fusedconv.kernels.cuda.phase_planes import input_convolution
-from fusedconv.kernels.cuda.program import INPUT, OUTPUT, SHORTEST_STRICT_SUM
-from fusedconv.kernels.cuda.sm90_gradients import CONV_INPUT, GRAD_WEIGHT
+from fusedconv.kernels.cuda.program import INPUT, OUTPUT
+from fusedconv.kernels.cuda.sm90_gradients import (
+    CONV_INPUT,
+    GRAD_WEIGHT,
+    SHORTEST_STRICT_POSITIONS,
+)
 from fusedconv.layout import dense_strides, layout_of, lies_in_lines, line_strides
 from fusedconv.plan import BackwardTensors
 from fusedconv.problem import Bias, ForwardProblem
@@ -326,13 +330,13 @@ def test_strict_fp32_costs_less_than_three_products_of_tf32():
 
 def test_a_strict_gradient_of_few_products_is_refused():
     kernel = kernel_named("sm90_gradients_tf32x3")
-    few = system_1("fp32", batch=1, spatial=(1, 11), epilogue=())
+    few = system_1("fp32", batch=1, spatial=(7, 73), epilogue=())
     support = kernel.supports(backward_problem(few, "weight"), H200)
-    assert "sums 11 products" in support.reason
-    assert f"from {SHORTEST_STRICT_SUM} on" in support.reason
+    assert "sums 511 products" in support.reason
+    assert f"from {SHORTEST_STRICT_POSITIONS} on" in support.reason
     # The input's gradient sums channels and taps.
     assert kernel.supports(backward_problem(few, "input"), H200)
-    enough = dataclasses.replace(few, spatial=(3, 4))
+    enough = dataclasses.replace(few, spatial=(8, 64))
     assert kernel.supports(backward_problem(enough, "weight"), H200)
     # TF32 is not held to that.
     tf32 = dataclasses.replace(few, precision="tf32")

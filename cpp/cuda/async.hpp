@@ -47,20 +47,24 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, uint32_t by
       : "memory");
 }
 
-// Until the phase of this parity has ended.
+// Whether the phase of this parity has ended.
+__device__ __forceinline__ bool has_ended(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Until it has.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t const address = shared_address(barrier);
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(done)
-        : "r"(address), "r"(parity)
-        : "memory");
+  while (!has_ended(barrier, parity)) {
   }
 }
 

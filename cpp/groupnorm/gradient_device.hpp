@@ -109,11 +109,47 @@ __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
   }
 }
 
+// The gradient of what is normalised, of the normalised value's distance from the mean and of the
+// gradient that reaches the affine map's output: constants of a channel, and a group's terms.
+struct GradientMap {
+  float of_gradient, of_distance, shift;
+
+  __device__ __forceinline__ GradientMap(Channel const& channel, GroupTerms const& terms)
+      : of_gradient(channel.rstd * channel.weight),
+        of_distance(-channel.rstd * channel.rstd * terms.projection),
+        shift(-channel.rstd * terms.gradient) {}
+
+  __device__ __forceinline__ float operator()(float gradient, float distance) const {
+    return fmaf(of_gradient, gradient, fmaf(of_distance, distance, shift));
+  }
+};
+
 // terms(i): those of the i-th value's group.
 template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
 __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
     device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
     TermsOf const& terms, GradientAffine const& affine) {
+  using Before = typename Known<kKnown>::Before;
+  constexpr bool kBehind = !std::is_void_v<typename Known<kKnown>::After>;
+  device::Pack<T, kCount> result;
+  if constexpr (kKnown != kAnyActivation && !kBehind) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float const point = device::to_float(x.values[i]);
+      GradientMap const map(channel(i), terms(i));
+      float value = point;
+      [[maybe_unused]] float slope = 1.0f;
+      if constexpr (!std::is_void_v<Before>) device::quick_both<Before>(point, value, slope);
+      float reached = map(device::to_float(grad.values[i]), value - channel(i).mean);
+      if constexpr (std::is_same_v<Before, activations::Relu>) {
+        reached = through<Before>(point, reached);
+      } else if constexpr (!std::is_void_v<Before>) {
+        reached *= slope;
+      }
+      result.values[i] = device::from_float<T>(reached);
+    }
+    return result;
+  }
   Point points[kCount];
   points_of<kKnown>(x, grad, channel, affine, points);
   float results[kCount];
@@ -123,13 +159,7 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
         channel(i).rstd * (fmaf(channel(i).weight, points[i].gradient, -terms(i).gradient) -
                            points[i].normalized * terms(i).projection);
   }
-  using Form = typename Known<kKnown>::Before;
-  if constexpr (!std::is_void_v<Form>) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      results[i] = through<Form>(device::to_float(x.values[i]), results[i]);
-    }
-  } else if constexpr (kKnown == kAnyActivation) {
+  if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_before != Activation::kIdentity) {
       float slopes[kCount];
 #pragma unroll
@@ -141,7 +171,6 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
       for (int i = 0; i < kCount; ++i) results[i] *= slopes[i];
     }
   }
-  device::Pack<T, kCount> result;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) result.values[i] = device::from_float<T>(results[i]);
   return result;

@@ -2,12 +2,14 @@
 // is read from DRAM once. One block per multiprocessor. The tensor is a sequence of units, a
 // sample's group each, and a unit one of tiles, which are dealt to the blocks in turn; a block's
 // next tiles lie in the stages of a ring. The roles of a block's warps:
-//   1. One thread loads the block's tiles into the ring.
+//   1. One thread loads the block's tiles into the ring; of gradients it leaves beside each what
+//      the others would all have to find out.
 //   2. kWorkers threads take the block's share of each unit's statistics, and publish it.
 //   3. Merging warps wait for all blocks' shares of a unit, and merge them in the same order in
 //      every block.
 //   4. kWorkers threads read each tile once more, and replace it by its result.
-//   5. One thread stores the results, which frees their stages for the loads.
+//   5. One thread stores the results, which frees their stages for the loads; where they go to
+//      lines, or planes are not whole 16-byte vectors, some warps do.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +22,8 @@
 
 namespace fusedconv::groupnorm {
 
-inline constexpr int kWorkers = 256;     // threads that share a tile
+inline constexpr int kWorkers = 256;  // threads that share a tile
+inline constexpr int kWorkerWarps = kWorkers / 32;
 inline constexpr int kStageVectors = 4;  // 16-byte vectors of a thread per stage
 inline constexpr int kStageBytes = kWorkers * kStageVectors * 16;
 inline constexpr int kMaxStages = 13;
@@ -33,7 +36,7 @@ inline constexpr int kSumsWords = 1;
 using TableEntry = float2;  // a channel's weight and bias, behind the ring
 
 // What a kernel has in shared memory beside ring and table: barriers, units' statistics.
-inline constexpr int kStaticSharedBytes = 2 << 10;
+inline constexpr int kStaticSharedBytes = 6 << 10;
 
 // Groups of a channels-first tensor, cut into tiles of one run of memory. A group is cut as one
 // run, or plane by plane, so that a tile has one channel.
@@ -46,8 +49,10 @@ struct Stream {
   unsigned step_units;  // from a block's tile to its next one
   unsigned step_tiles;
   unsigned tile_vectors;
-  unsigned run_vectors;
+  unsigned run_elements;
+  unsigned run_vectors;  // that hold a run, at most: it may begin within one
   unsigned run_tiles;
+  unsigned vector_shift;  // the logarithm of a vector's elements
   unsigned plane_vectors;
   unsigned pace;  // nanoseconds from one tile's store to the next
   int64_t unit_vectors;

@@ -1,5 +1,8 @@
 // How streams are cut, for a device that need not be there.
 #include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -48,8 +51,11 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   int64_t const vector = 16 / size_of(p.dtype);
   if (p.input_layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
   if (!aligned) return refused("an address is not a multiple of 16 bytes");
-  if (p.pixels % vector != 0) {
-    return refused(detail::join("a plane of ", p.pixels, " elements is not whole 16-byte vectors"));
+  bool const whole = tensors > 1 ? p.group_size() % vector == 0 : p.pixels % vector == 0;
+  if (!whole) {
+    return refused(detail::join("a ", tensors > 1 ? "group" : "plane", " of ",
+                                tensors > 1 ? p.group_size() : p.pixels,
+                                " elements is not whole 16-byte vectors"));
   }
   int64_t const units = p.batch * p.groups;
   int64_t const limit = int64_t(1) << 31;
@@ -61,9 +67,17 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   s.units = unsigned(units);
   s.plane_vectors = unsigned(p.pixels / vector);
   s.unit_vectors = p.group_size() / vector;
-  s.run_vectors = tensors == 1 ? unsigned(s.unit_vectors) : s.plane_vectors;
+  s.vector_shift = unsigned(std::countr_zero(uint64_t(vector)));
+  s.run_elements = unsigned(tensors == 1 ? p.group_size() : p.pixels);
+  // Planes begin at multiples of what their size and a vector have in common.
+  int64_t const before = vector - std::gcd(vector, int64_t(s.run_elements));
+  s.run_vectors = unsigned(ceil_div(before + s.run_elements, vector));
   s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors);
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
+  if (ceil_div(s.run_elements, vector) <= (s.run_tiles - 1) * s.tile_vectors) {
+    return refused(detail::join("planes of ", p.pixels, " elements are of up to ", s.run_tiles,
+                                " tiles, some of one less"));
+  }
   s.tiles = s.run_tiles * unsigned(tensors == 1 ? 1 : p.channels_per_group());
   s.blocks = unsigned(std::min<int64_t>({device.multiprocessors, kMaxBlocks, units * s.tiles}));
   s.step_units = s.blocks / s.tiles;
@@ -96,12 +110,12 @@ StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool 
   if (!config.support) return config;
   Stream const& s = config.streamed.stream;
   // Tiles do not straddle planes: small planes would leave most of a stage empty.
-  if (s.plane_vectors < s.tile_vectors / 2) {
+  if (s.run_vectors < s.tile_vectors / 2) {
     config.support = Support::no("planes are smaller than half a tile");
     return config;
   }
   config.set_sizes(p, int(s.run_tiles));
-  config.channel_sums = int(s.run_tiles);
+  config.channel_sums = int(s.run_tiles) * kWorkerWarps;
   return config;
 }
 

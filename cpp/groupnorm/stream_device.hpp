@@ -98,24 +98,52 @@ struct Extent {
   unsigned first;
   unsigned vectors;
   unsigned run;
+  int element;  // of the run that the first vector begins with, below zero if it begins before
 
   __device__ __forceinline__ static Extent of(Stream const& s, unsigned tile) {
     unsigned const run = tile / s.run_tiles;
     unsigned const begin = (tile - run * s.run_tiles) * s.tile_vectors;
-    return {run * s.run_vectors + begin, min(s.tile_vectors, s.run_vectors - begin), run};
+    unsigned const run_begin = run * s.run_elements;
+    unsigned const run_first = run_begin >> s.vector_shift;
+    unsigned const skew = run_begin - (run_first << s.vector_shift);
+    unsigned const run_last = run_begin + s.run_elements - 1 >> s.vector_shift;
+    return {run_first + begin, min(s.tile_vectors, run_last - run_first + 1 - begin), run,
+            int(begin << s.vector_shift) - int(skew)};
+  }
+
+  // Whether a vector of the tile is not all the run's.
+  __device__ __forceinline__ bool is_ragged(Stream const& s) const {
+    return element < 0 || element + int(vectors << s.vector_shift) > int(s.run_elements);
+  }
+  // Whether the e-th element of the tile's i-th vector is.
+  __device__ __forceinline__ bool has(Stream const& s, int i, int e) const {
+    return unsigned(element + (i << s.vector_shift) + e) < s.run_elements;
   }
 };
 
 // Blocks that hold a part of a unit, and this block's index among them.
 __device__ __forceinline__ int participants(Stream const& s) { return int(min(s.tiles, s.blocks)); }
-__device__ __forceinline__ int participant(Stream const& s, Walk const& walk) {
-  return int(s.tiles <= s.blocks ? walk.tile : blockIdx.x);
+__device__ __forceinline__ int participant(Stream const& s, unsigned tile) {
+  return int(s.tiles <= s.blocks ? tile : blockIdx.x);
+}
+
+// How many tiles a walk has.
+__device__ __forceinline__ int64_t tiles_of_block(Stream const& s) {
+  return (int64_t(s.units) * s.tiles - blockIdx.x + s.blocks - 1) / s.blocks;
 }
 
 // Where copy `copy` of a unit's words begins, kWords of each participant.
 template <int kWords>
 __device__ __forceinline__ int64_t first_word(Stream const& s, int copy, unsigned unit) {
   return (int64_t(copy) * s.units + unit) * participants(s) * kWords;
+}
+
+// As device::wait(), by threads that share their multiprocessor's issue slots with others at work,
+// and are not the only ones of their kind under way: asking again and again took a third of all
+// that was issued.
+__device__ __forceinline__ void wait_asleep(uint64_t* barrier, uint32_t parity) {
+  constexpr unsigned kNanoseconds = 100;
+  while (!device::has_ended(barrier, parity)) __nanosleep(kNanoseconds);
 }
 
 struct Barriers {
@@ -125,22 +153,28 @@ struct Barriers {
   uint64_t taken[kUnitStages];   // the block's share of a unit is published
   uint64_t merged[kUnitStages];  // all blocks' shares are known
 
-  // By the threads that wrote a stage's result. Who loads the stage anew waits for each of them,
-  // and not only for the store that waited for them: racecheck follows no longer chains.
-  __device__ __forceinline__ void finish(int stage) {
+  // By the threads that wrote a stage's result. Who reads the stage next waits for each of them:
+  // racecheck follows neither longer chains nor a warp's own order. That is the thread that loads
+  // it anew where bulk copies store it, and warps where those do.
+  __device__ __forceinline__ void finish(int stage, bool is_for_warps) {
     device::fence_async_proxy();
+    if (is_for_warps) {
+      device::arrive(&done[stage]);
+      return;
+    }
     device::arrive(&free[stage]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) device::arrive(&done[stage]);
   }
 
-  // By all threads, before the block's first barrier.
-  __device__ __forceinline__ void init(int stages) {
+  // By all threads, before the block's first barrier. readers: threads that free a stage, beside
+  // those that store it and those above.
+  __device__ __forceinline__ void init(int stages, bool is_for_warps, int readers) {
     int const i = int(threadIdx.x);
     if (i < stages) {
       device::init_barrier(&full[i], 1);
-      device::init_barrier(&done[i], kWorkers / 32);
-      device::init_barrier(&free[i], kWorkers + 1);
+      device::init_barrier(&done[i], is_for_warps ? kWorkers : kWorkerWarps);
+      device::init_barrier(&free[i], readers + (is_for_warps ? 32 : kWorkers + 1));
     }
     if (i < kUnitStages) {
       device::init_barrier(&taken[i], 1);
@@ -155,10 +189,12 @@ struct Barriers {
 inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
 inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
 
-// One thread loads tiles: kTensors tensors' shares side by side in a stage.
-template <int kTensors>
+// One thread loads tiles: kTensors tensors' shares side by side in a stage. announce(stage, walk,
+// extent) is called before, for who waits for the tile.
+template <int kTensors, class Announce>
 __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
-                                           Barriers& barriers, unsigned char* ring) {
+                                           Barriers& barriers, unsigned char* ring,
+                                           Announce const& announce) {
   uint32_t const base = device::shared_address(ring);
   device::RingCursor cursor;
   device::RingCursor landed;
@@ -180,6 +216,7 @@ __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors
       landed.advance(s.stages);
     }
     Extent const extent = Extent::of(s, walk.tile);
+    announce(cursor.stage, walk, extent);
     device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * extent.vectors * 16);
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) {

@@ -28,7 +28,6 @@ using device_stream::unpacked;
 using device_stream::Walk;
 using device_stream::Words;
 
-constexpr int kWorkerWarps = kWorkers / 32;
 constexpr int kMergers = 2;  // warps that take units in turn: one unit waits for words from afar
 constexpr int kThreadsPerBlock = 2 * kWorkers + (kMergers + 2) * 32;
 static_assert(kUnitStages % kMergers == 0, "a warp waits for every phase of its stages");
@@ -90,7 +89,7 @@ __device__ __forceinline__ void normalize_tiles(Affine const& affine, Stream con
             .store(stage + i * kWorkers * kVector);
       }
     }
-    shared.barriers.finish(cursor.stage);
+    shared.barriers.finish(cursor.stage, false);
   }
 }
 
@@ -146,7 +145,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Activation activat
               .of_first_lane();
       if (lane < s.copies) {
         uint64_t* const own = words + first_word<kMomentsWords>(s, lane, last.unit) +
-                              participant(s, last) * kMomentsWords;
+                              participant(s, last.tile) * kMomentsWords;
         publish(own, own_moments.mean, own_moments.low);
         publish(own + 1, own_moments.m2, 0.0f);
       }
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   __shared__ StreamShared shared;
   TableEntry* const table =
       device_stream::fill_table<kThreadsPerBlock>(affine, ring + stream.stages * kStageBytes);
-  shared.barriers.init(stream.stages);
+  shared.barriers.init(stream.stages, false, 0);
   __syncthreads();
   int const thread = int(threadIdx.x);
   if (thread < kWorkers) {
@@ -228,7 +227,8 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     merge_units(stream, thread / 32 - 2 * kWorkerWarps, 16.0f / sizeof(T), eps, shared, words,
                 saved);
   } else if (thread == 2 * kWorkers + kMergers * 32) {
-    device_stream::load_tiles<1>({input}, stream, shared.barriers, ring);
+    device_stream::load_tiles<1>({input}, stream, shared.barriers, ring,
+                                 [](int, Walk const&, Extent const&) {});
   } else if (thread == 2 * kWorkers + (kMergers + 1) * 32) {
     device_stream::store_tiles(output, stream, shared.barriers, ring);
   }

@@ -22,129 +22,164 @@ using device_stream::participant;
 using device_stream::participants;
 using device_stream::publish;
 using device_stream::unpacked;
+using device_stream::wait_asleep;
 using device_stream::Walk;
 using device_stream::Words;
 
-constexpr int kWorkerWarps = kWorkers / 32;
-constexpr int kThreadsPerBlock = 2 * kWorkers + 3 * 32;
+constexpr int kStoreWarps = 4;
+constexpr int kThreadsPerBlock = 2 * kWorkers + 2 * 32 + kStoreWarps * 32;
 // A stage holds a tile of the input and, beside it, of the gradient.
 constexpr int kTileVectors = kStageVectors / kStreamedTensors;  // of a thread, of each
 constexpr int kTileBytes = kStageBytes / kStreamedTensors;
 
-// What is known of a unit before its gradient: the forward pass's statistics.
-struct UnitStatistics {
-  float mean;
-  float rstd;
+// A stage's tile, as the thread that loads it leaves it for all who wait for it.
+struct alignas(16) Tile {
+  Channel channel;
+  Extent extent;
+  unsigned unit;
+  unsigned index;  // in the unit
+  bool is_last;    // of the block's in the unit
+  bool is_ragged;  // begins or ends within a vector
 };
 
 struct GradientShared {
   device_stream::Barriers barriers;
+  Tile tiles[kMaxStages];
   GroupTerms terms[kUnitStages];
-  float2 partial[2][kWorkerWarps];
+  float2 partial[2][kWorkers];
 };
 static_assert(sizeof(GradientShared) <= kStaticSharedBytes, "what the config sets aside");
 
-// The statistics of a block's current unit. Those of its next unit are under way meanwhile.
-class StatisticsAhead {
+// Announces tiles to others. The forward pass's statistics of the next unit are under way while a
+// unit's tiles are loaded.
+class Announcer {
  public:
-  __device__ __forceinline__ StatisticsAhead(GradientAffine const& affine, Stream const& s)
-      : affine_(affine), peek_(s) {
-    if (peek_.valid(s)) fetch();
+  __device__ __forceinline__ Announcer(GradientAffine const& affine, Stream const& s, Tile* tiles,
+                                       TableEntry const* table)
+      : affine_(affine), stream_(s), tiles_(tiles), table_(table), ahead_(s) {
+    if (ahead_.valid(s)) fetch();
   }
 
-  __device__ __forceinline__ UnitStatistics enter(Stream const& s) {
-    UnitStatistics const current = next_;
-    unsigned const unit = peek_.unit;
-    while (peek_.valid(s) && peek_.unit == unit) peek_.advance(s);
-    if (peek_.valid(s)) fetch();
-    return current;
+  __device__ __forceinline__ void operator()(int stage, Walk const& walk, Extent const& extent) {
+    if (walk.unit != unit_) {
+      unit_ = walk.unit;
+      mean_ = next_mean_;
+      rstd_ = next_rstd_;
+      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
+      while (ahead_.valid(stream_) && ahead_.unit == unit_) ahead_.advance(stream_);
+      if (ahead_.valid(stream_)) fetch();
+    }
+    Walk next = walk;
+    next.advance(stream_);
+    TableEntry const entry = table_[first_channel_ + extent.run];
+    tiles_[stage] = {
+        {mean_, rstd_, entry.x, entry.y}, extent, walk.unit, walk.tile, next.unit != walk.unit,
+        extent.is_ragged(stream_)};
   }
 
  private:
   __device__ __forceinline__ void fetch() {
-    next_ = {affine_.mean[peek_.unit], affine_.rstd[peek_.unit]};
+    next_mean_ = affine_.mean[ahead_.unit];
+    next_rstd_ = affine_.rstd[ahead_.unit];
   }
 
   GradientAffine const& affine_;
-  Walk peek_;
-  UnitStatistics next_{};
+  Stream const& stream_;
+  Tile* tiles_;
+  TableEntry const* table_;
+  Walk ahead_;
+  unsigned unit_ = ~0u;
+  unsigned first_channel_ = 0;
+  float mean_ = 0.0f, rstd_ = 0.0f, next_mean_ = 0.0f, next_rstd_ = 0.0f;
 };
 
-__device__ __forceinline__ Channel channel_of(GradientAffine const& affine,
-                                              UnitStatistics const& unit, TableEntry const* table,
-                                              unsigned group_unit, unsigned run) {
-  TableEntry const entry =
-      table[group_unit % unsigned(affine.groups) * unsigned(affine.channels_per_group) + run];
-  return {unit.mean, unit.rstd, entry.x, entry.y};
+// Calls body with whether some of the tile's vectors are not all its own, as a type: few tiles have
+// such, and to look at every element takes a fifth of what is issued.
+template <class Body>
+__device__ __forceinline__ void by_edges(Tile const& tile, Body const& body) {
+  if (tile.is_ragged) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
+  }
 }
 
 // kWorkers threads sum g and g xhat of each tile, which has one channel, and publish the block's
 // share of each unit's weighted sums.
-template <class T, bool kActivate>
+template <class T, int kKnown>
 __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
-                                          TableEntry const* table, float2* __restrict__ partials,
-                                          uint64_t* words, int thread) {
+                                          float2* __restrict__ partials, uint64_t* words,
+                                          int thread) {
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBarrier = 1;
+  // Whether there may be an activation behind the affine map.
+  constexpr bool kIsBehind =
+      kKnown == kAnyActivation || !std::is_void_v<typename Known<kKnown>::After>;
   int const warp = thread / 32;
   int const lane = thread % 32;
-  StatisticsAhead ahead(affine, s);
-  UnitStatistics statistics{};
-  unsigned current = ~0u;
   RingCursor cursor;
   int unit_stage = 0;
   int buffer = 0;
   float2 weighted{};  // in warp 0
-  for (Walk walk(s); walk.valid(s); cursor.advance(s.stages), buffer ^= 1) {
-    if (walk.unit != current) {
-      current = walk.unit;
-      statistics = ahead.enter(s);
-    }
-    Extent const extent = Extent::of(s, walk.tile);
-    Channel const channel = channel_of(affine, statistics, table, current, extent.run);
-    device::wait(&shared.barriers.full[cursor.stage], cursor.parity);
+  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+    wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
+    Tile const tile = shared.tiles[cursor.stage];
     unsigned char const* const stage = ring + cursor.stage * kStageBytes + thread * 16;
+    // Where only distances from the mean are summed, their sum is scaled.
+    Channel channel = tile.channel;
+    if constexpr (!kIsBehind) channel.rstd = 1.0f;
     float2 sums{};
+    by_edges(tile, [&](auto is_ragged) {
 #pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (unsigned(thread + i * kWorkers) < extent.vectors) {
+      for (int i = 0; i < kTileVectors; ++i) {
+        int const vector = thread + i * kWorkers;
+        if (unsigned(vector) >= tile.extent.vectors) continue;
         auto const x =
             Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + i * kWorkers * 16));
         auto const g = Pack<T, kVector>::load(
             reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
         Point points[kVector];
-        points_of<kActivate>(x, g, [&](int) { return channel; }, affine, points);
+        points_of<kKnown>(x, g, [&](int) { return channel; }, affine, points);
 #pragma unroll
-        for (Point const& point : points) {
-          sums.x += point.gradient;
-          sums.y = fmaf(point.gradient, point.normalized, sums.y);
+        for (int e = 0; e < kVector; ++e) {
+          if (is_ragged && !tile.extent.has(s, vector, e)) continue;
+          sums.x += points[e].gradient;
+          sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
         }
       }
-    }
-    sums = warp_sum(sums);
+    });
+    __syncwarp();
+    if (lane == 0) device::arrive(&shared.barriers.free[cursor.stage]);
     // Two buffers: warp 0 reads one while the others fill the other.
-    if (lane == 0) shared.partial[buffer][warp] = sums;
+    shared.partial[buffer][thread] = sums;
     device::sync_threads(kBarrier, kWorkers);
-    Walk const last = walk;
-    walk.advance(s);
-    bool const leaves = walk.unit != last.unit;
     if (warp == 0) {
-      sums = warp_sum(lane < kWorkerWarps ? shared.partial[buffer][lane] : float2{});
-      if (lane == 0) partials[int64_t(last.unit) * s.tiles + last.tile] = sums;
-      weighted.x = fmaf(channel.weight, sums.x, weighted.x);
-      weighted.y = fmaf(channel.weight, sums.y, weighted.y);
-      if (leaves) {
+      sums = {};
+#pragma unroll
+      for (int i = 0; i < kWorkerWarps; ++i) {
+        float2 const share = shared.partial[buffer][32 * i + lane];
+        sums.x += share.x;
+        sums.y += share.y;
+      }
+      sums = warp_sum(sums);
+      if constexpr (!kIsBehind) sums.y *= tile.channel.rstd;
+      if (lane == 0) partials[int64_t(tile.unit) * s.tiles + tile.index] = sums;
+      weighted.x = fmaf(tile.channel.weight, sums.x, weighted.x);
+      weighted.y = fmaf(tile.channel.weight, sums.y, weighted.y);
+      if (tile.is_last) {
         weighted = {__shfl_sync(~0u, weighted.x, 0), __shfl_sync(~0u, weighted.y, 0)};
         if (lane < s.copies) {
-          publish(words + first_word<kSumsWords>(s, lane, last.unit) + participant(s, last),
+          publish(words + first_word<kSumsWords>(s, lane, tile.unit) + participant(s, tile.index),
                   weighted.x, weighted.y);
         }
         if (lane == 0) device::arrive(&shared.barriers.taken[unit_stage]);
         weighted = {};
       }
     }
-    if (leaves) unit_stage = (unit_stage + 1) % kUnitStages;
+    if (tile.is_last) unit_stage = (unit_stage + 1) % kUnitStages;
+    cursor.advance(s.stages);
+    buffer ^= 1;
   }
 }
 
@@ -158,7 +193,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     if (walk.unit == current) continue;
     if (current != ~0u) unit.advance(kUnitStages);
     current = walk.unit;
-    device::wait(&shared.barriers.taken[unit.stage], unit.parity);
+    wait_asleep(&shared.barriers.taken[unit.stage], unit.parity);
     auto const gathered = Words<kSumsWords>::gather(
         words + first_word<kSumsWords>(s, int(blockIdx.x) % s.copies, current), count);
     float2 total{};
@@ -176,88 +211,135 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
   }
 }
 
-// kWorkers threads replace the input by its gradient.
-template <class T, bool kActivate>
+// kWorkers threads replace the input by its gradient, whose sums over a warp's share of each tile
+// go to `sums`, unless that is null.
+template <class T, int kKnown>
 __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stream const& s,
                                               GradientShared& shared, unsigned char* ring,
-                                              TableEntry const* table, int thread) {
+                                              float* __restrict__ sums, bool is_for_warps,
+                                              int thread) {
   constexpr int kVector = 16 / sizeof(T);
-  StatisticsAhead ahead(affine, s);
-  UnitStatistics statistics{};
   GroupTerms terms{};
   RingCursor cursor;
   RingCursor unit;
-  unsigned current = ~0u;
-  for (Walk walk(s); walk.valid(s); walk.advance(s), cursor.advance(s.stages)) {
-    if (walk.unit != current) {
-      if (current != ~0u) unit.advance(kUnitStages);
-      current = walk.unit;
-      statistics = ahead.enter(s);
-      device::wait(&shared.barriers.merged[unit.stage], unit.parity);
+  bool enters = true;
+  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+    wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
+    Tile const tile = shared.tiles[cursor.stage];
+    if (enters) {
+      wait_asleep(&shared.barriers.merged[unit.stage], unit.parity);
       terms = shared.terms[unit.stage];
+      unit.advance(kUnitStages);
     }
-    Extent const extent = Extent::of(s, walk.tile);
-    Channel const channel = channel_of(affine, statistics, table, current, extent.run);
-    device::wait(&shared.barriers.full[cursor.stage], cursor.parity);
+    enters = tile.is_last;
     unsigned char* const stage = ring + cursor.stage * kStageBytes + thread * 16;
+    float sum = 0.0f;
+    by_edges(tile, [&](auto is_ragged) {
 #pragma unroll
-    for (int i = 0; i < kTileVectors; ++i) {
-      if (unsigned(thread + i * kWorkers) < extent.vectors) {
+      for (int i = 0; i < kTileVectors; ++i) {
+        int const vector = thread + i * kWorkers;
+        if (unsigned(vector) >= tile.extent.vectors) continue;
         auto* const target = reinterpret_cast<T*>(stage + i * kWorkers * 16);
         auto const x = Pack<T, kVector>::load(target);
         auto const g = Pack<T, kVector>::load(
             reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
-        grad_input_of<kActivate>(
-            x, g, [&](int) { return channel; }, [&](int) { return terms; }, affine)
-            .store(target);
-      }
-    }
-    shared.barriers.finish(cursor.stage);
-  }
-}
-
-// One warp stores the results line by line, no faster than store_tiles() does, and leaves the sum
-// of each tile: what kPiece neighbours have in common with lines is dispatch_piece()'s.
-template <class T, int kPiece>
-__device__ __forceinline__ void store_lines(T* output, Lines const& lines, float* sums,
-                                            Stream const& s, device_stream::Barriers& barriers,
-                                            unsigned char const* ring) {
-  constexpr int kVector = 16 / sizeof(T);
-  constexpr int kStep = 32 * kPiece;
-  int const lane = int(threadIdx.x % 32);
-  LineStep const step{kStep / lines.columns, kStep % lines.columns};
-  unsigned const planes = s.tiles / s.run_tiles;  // of a unit
-  RingCursor cursor;
-  uint64_t latest = 0;
-  for (Walk walk(s); walk.valid(s); walk.advance(s), cursor.advance(s.stages)) {
-    device::wait(&barriers.done[cursor.stage], cursor.parity);
-    while (device_stream::nanoseconds() - latest < s.pace) {
-    }
-    latest = device_stream::nanoseconds();
-    Extent const extent = Extent::of(s, walk.tile);
-    int const first = int(extent.first - extent.run * s.run_vectors) * kVector;
-    int const count = int(extent.vectors) * kVector;
-    auto const* const tile = reinterpret_cast<T const*>(ring + cursor.stage * kStageBytes);
-    T* const plane = output + (int64_t(walk.unit) * planes + extent.run) * lines.plane;
-    LineWalk place(lines, first + lane * kPiece);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int i = lane * kPiece; i < count; i += kStep) {
-      auto const values = Pack<T, kPiece>::load(tile + i);
-      values.store(plane + place.offset);
+        auto const result = grad_input_of<kKnown>(
+            x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine);
+        result.store(target);
 #pragma unroll
-      for (T const& value : values.values) sum += device::to_float(value);
-      place.advance(lines, step);
-    }
-    __syncwarp();
-    if (lane == 0) device::arrive(&barriers.free[cursor.stage]);
+        for (int e = 0; e < kVector; ++e) {
+          if (is_ragged && !tile.extent.has(s, vector, e)) continue;
+          sum += device::to_float(result.values[e]);
+        }
+      }
+    });
+    shared.barriers.finish(cursor.stage, is_for_warps);
+    cursor.advance(s.stages);
     if (sums == nullptr) continue;
     sum = device::warp_total(sum);
-    if (lane == 0) sums[int64_t(walk.unit) * s.tiles + walk.tile] = sum;
+    if (thread % 32 == 0) {
+      sums[(int64_t(tile.unit) * s.tiles + tile.index) * kWorkerWarps + thread / 32] = sum;
+    }
   }
 }
 
-template <class T, bool kActivate>
+// kStoreWarps warps, a tile each, store the results line by line, together no faster than
+// store_tiles() does: whole vectors where the output has them, which in the tile begin at any
+// multiple of kPiece elements.
+template <class T, int kPiece>
+__device__ __forceinline__ void store_lines(T* output, Lines const& lines, Stream const& s,
+                                            GradientShared& shared, unsigned char const* ring,
+                                            int warp, int lane) {
+  constexpr int kVector = 16 / sizeof(T);
+  unsigned const planes = s.tiles / s.run_tiles;  // of a unit
+  // Only planes that are one line begin within a vector, and the walk stays in the line.
+  bool const is_one_line = lines.columns == int(s.run_elements);
+  int const line_vectors = is_one_line ? 0x7fffffff : (lines.columns + kVector - 1) / kVector;
+  int const step_lines = 32 / line_vectors;
+  int const step_vectors = 32 - step_lines * line_vectors;
+  RingCursor cursor;
+  uint64_t latest = 0;
+  // Every warp waits for every tile, which racecheck can follow.
+  int turn = warp;
+  for (int64_t left = device_stream::tiles_of_block(s); left > 0;
+       --left, cursor.advance(s.stages)) {
+    wait_asleep(&shared.barriers.done[cursor.stage], cursor.parity);
+    if (--turn >= 0) continue;
+    turn = kStoreWarps - 1;
+    while (device_stream::nanoseconds() - latest < kStoreWarps * s.pace) {
+    }
+    latest = device_stream::nanoseconds();
+    Tile const& tile = shared.tiles[cursor.stage];
+    Extent const extent = tile.extent;
+    int const first = max(extent.element, 0);
+    int const end =
+        min(extent.element + int(extent.vectors << s.vector_shift), int(s.run_elements));
+    auto const* const values =
+        reinterpret_cast<T const*>(ring + cursor.stage * kStageBytes) - extent.element;
+    T* const plane = output + (int64_t(tile.unit) * planes + extent.run) * lines.plane;
+    int const skew =
+        is_one_line ? int(reinterpret_cast<uintptr_t>(plane) / sizeof(T) % kVector) : 0;
+    int line = first / lines.columns;
+    int vector = (first - line * lines.columns + skew) / kVector + lane;
+    int const skipped = vector / line_vectors;
+    line += skipped;
+    vector -= skipped * line_vectors;
+#pragma unroll 2
+    while (true) {
+      int const column = vector * kVector - skew;
+      int const at = line * lines.columns + column;
+      if (at >= end) break;
+      T* const target = plane + line * lines.pitch + column;
+      // The tile's, and the line's, elements of the vector.
+      int const low = first - at;
+      int const high = min(end - at, lines.columns - column);
+      if (low <= 0 && high >= kVector) {
+        Pack<T, kVector> whole;
+#pragma unroll
+        for (int e = 0; e < kVector; e += kPiece) {
+          auto const piece = Pack<T, kPiece>::load(values + at + e);
+#pragma unroll
+          for (int j = 0; j < kPiece; ++j) whole.values[e + j] = piece.values[j];
+        }
+        whole.store(target);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; e += kPiece) {
+          if (e >= low && e < high) Pack<T, kPiece>::load(values + at + e).store(target + e);
+        }
+      }
+      line += step_lines;
+      vector += step_vectors;
+      if (vector >= line_vectors) {
+        vector -= line_vectors;
+        ++line;
+      }
+    }
+    device::arrive(&shared.barriers.free[cursor.stage]);
+  }
+}
+
+template <class T, int kKnown>
 __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     gradients_stream(uint4 const* input, uint4 const* grad, uint4* output, GradientAffine affine,
                      float2* __restrict__ partials, uint64_t* words, Stream stream, float elements,
@@ -267,22 +349,25 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   __shared__ GradientShared shared;
   TableEntry* const table =
       device_stream::fill_table<kThreadsPerBlock>(affine, ring + stream.stages * kStageBytes);
-  shared.barriers.init(stream.stages);
+  shared.barriers.init(stream.stages, lines.columns > 0, kWorkerWarps);
   __syncthreads();
   int const thread = int(threadIdx.x);
   if (thread < kWorkers) {
-    replace_tiles<T, kActivate>(affine, stream, shared, ring, table, thread);
+    replace_tiles<T, kKnown>(affine, stream, shared, ring, sums, lines.columns > 0, thread);
   } else if (thread < 2 * kWorkers) {
-    take_sums<T, kActivate>(affine, stream, shared, ring, table, partials, words,
-                            thread - kWorkers);
+    take_sums<T, kKnown>(affine, stream, shared, ring, partials, words, thread - kWorkers);
   } else if (thread < 2 * kWorkers + 32) {
     merge_units(stream, elements, shared, words);
   } else if (thread == 2 * kWorkers + 32) {
-    device_stream::load_tiles<kStreamedTensors>({input, grad}, stream, shared.barriers, ring);
+    Announcer announcer(affine, stream, shared.tiles, table);
+    device_stream::load_tiles<kStreamedTensors>(
+        {input, grad}, stream, shared.barriers, ring,
+        [&](int stage, Walk const& walk, Extent const& extent) { announcer(stage, walk, extent); });
   } else if (thread >= 2 * kWorkers + 64 && lines.columns > 0) {
     dispatch_piece(lines, [&](auto piece) {
-      store_lines<T, decltype(piece)::value>(reinterpret_cast<T*>(output), lines, sums, stream,
-                                             shared.barriers, ring);
+      store_lines<T, decltype(piece)::value>(reinterpret_cast<T*>(output), lines, stream, shared,
+                                             ring, thread / 32 - (2 * kWorkerWarps + 2),
+                                             thread % 32);
     });
   } else if (thread == 2 * kWorkers + 64) {
     device_stream::store_tiles(output, stream, shared.barriers, ring);
@@ -292,7 +377,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
 #endif
 }
 
-template <class T, bool kActivate>
+template <class T, int kKnown>
 void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTensors const& tensors,
             float2* partials, uint64_t* words, cudaStream_t stream) {
   auto const* input = static_cast<uint4 const*>(tensors.input);
@@ -301,12 +386,17 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   GradientAffine affine = gradient_affine_of(p, tensors);
   Stream s = config.stream;
   float elements = float(p.group_size());
+  // Bulk copies store dense planes, of whole vectors: else some would go to a plane's neighbours.
   Lines lines = Lines::of(p, tensors);
+  if (lines.columns == lines.pitch) {
+    bool const whole = p.pixels % (16 / int(sizeof(T))) == 0;
+    lines = whole ? Lines{} : Lines{int(p.pixels), int(p.pixels), p.pixels};
+  }
   float* sums = tensors.sums;
   void* arguments[] = {&input, &grad, &output,   &affine, &partials,
                        &words, &s,    &elements, &lines,  &sums};
-  device_stream::launch("streamed_gradients", gradients_stream<T, kActivate>, kThreadsPerBlock,
-                        config, arguments, stream);
+  device_stream::launch("streamed_gradients", gradients_stream<T, kKnown>, kThreadsPerBlock, config,
+                        arguments, stream);
 }
 
 }  // namespace
@@ -321,8 +411,11 @@ void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem c
   FUSEDCONV_CUDA("streamed_gradients",
                  cudaMemsetAsync(workspace, 0xff, config.streamed.words_bytes(), stream));
   dispatch_kernel(p, [&](auto zero, auto active) {
-    launch<decltype(zero), active.value>(config.streamed, p, tensors, partials,
-                                         static_cast<uint64_t*>(workspace), stream);
+    dispatch_known<active.value, kQuickGeluBefore, kQuickGeluAfter, kQuickSiluBefore,
+                   kQuickSiluAfter, kReluBefore, kReluAfter>(p, [&](auto known) {
+      launch<decltype(zero), known.value>(config.streamed, p, tensors, partials,
+                                          static_cast<uint64_t*>(workspace), stream);
+    });
   });
 }
 

@@ -204,6 +204,18 @@ def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
     )
 
 
+def _passes_milliseconds(problem: BackwardProblem, device: Device, passes: float) -> float:
+    """``passes`` over the tensor."""
+    forward = problem.forward
+    return device.copy_milliseconds(passes * forward.output_elements * forward.dtype.itemsize)
+
+
+def _cycles_milliseconds(problem: BackwardProblem, device: Device, cycles: float) -> float:
+    """``cycles`` of a multiprocessor for each element."""
+    rate = max(1, device.multiprocessors) * device.clock_hertz
+    return problem.forward.output_elements * cycles / rate * 1e3
+
+
 def _milliseconds(
     problem: BackwardProblem,
     device: Device,
@@ -213,18 +225,24 @@ def _milliseconds(
 ) -> float:
     """``launches``, then the slower of ``passes`` over the tensor and, where an activation's slope
     is computed, ``cycles`` of a multiprocessor for an element; measured on an H200."""
-    forward = problem.forward
-    elements = forward.output_elements
-    memory = device.copy_milliseconds(passes * elements * forward.dtype.itemsize)
-    slopes = elements * cycles / (max(1, device.multiprocessors) * device.clock_hertz) * 1e3
-    work = max(memory, slopes) if forward.activations else memory
+    work = _passes_milliseconds(problem, device, passes)
+    if problem.forward.activations:
+        work = max(work, _cycles_milliseconds(problem, device, cycles))
     return launches * device.launch_milliseconds + work
 
 
+def _pads_lines(problem: BackwardProblem) -> bool:
+    """Whether a convolution in front is likely to want the gradient's lines padded."""
+    forward = problem.forward
+    if forward.conv is None or forward.output_layout != "nchw":
+        return False
+    columns = forward.output_spatial[-1]
+    return line_pitch(columns, forward.dtype) != columns
+
+
 def _is_compiled_in(forward: ForwardProblem) -> bool:
-    """Whether kernels in two passes need not call what the activations are: where there is none, or
-    one that is a ReLU, or GELU or SiLU in their quick forms, and what is read at a time 16 bytes.
-    """
+    """Whether kernels need not call what the activations are: where there is none, or one that is
+    a ReLU, or GELU or SiLU in their quick forms, and what is read at a time 16 bytes."""
     if len(forward.activations) != 1:
         return not forward.activations
     if forward.output_layout == "nhwc" and forward.output_channels * forward.dtype.itemsize % 16:
@@ -276,7 +294,14 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         cycles = 0.0
         if not _is_compiled_in(forward):
             cycles = 1.3 if planes else 1.8
-        return _milliseconds(problem, device, 4, passes, cycles)
+        result = _milliseconds(problem, device, 4, passes, cycles)
+        if wants_input(problem) and _pads_lines(problem):
+            # Measured on an H100 with lines of 34 and 258 elements: pieces of them take so long to
+            # store, where that is longer than the second pass's three trips to memory.
+            stores = 0.6 + 25.0 / forward.output_spatial[-1]
+            trips = _passes_milliseconds(problem, device, 3.0)
+            result += max(0.0, _cycles_milliseconds(problem, device, stores) - trips)
+        return result
 
 
 class GroupNormBackwardStreamed(GroupNormBackward):
@@ -308,7 +333,8 @@ class GroupNormBackwardStreamed(GroupNormBackward):
             _merge(program, config, operands)
 
     def cost(self, problem: BackwardProblem, device: Device) -> float:
-        return _milliseconds(problem, device, 7, 3.5, 1.7)
+        cycles = 0.8 if _is_compiled_in(problem.forward) else 1.7
+        return _milliseconds(problem, device, 7, 3.5, cycles)
 
 
 class GroupNormBackwardPlan(BackwardPlan):

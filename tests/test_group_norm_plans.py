@@ -212,6 +212,24 @@ def test_gradients_of_weight_and_bias_alone_are_not_streamed():
     assert "the input's gradient, which is not asked for" in support.reason
 
 
+@pytest.mark.parametrize(
+    ("name", "served", "refused"),
+    [("groupnorm_streamed", 16384, 16576), ("groupnorm_backward_streamed", 15936, 16384)],
+)
+def test_streaming_needs_six_stages_beside_the_weights(name, served, refused):
+    """Whoever loads a tile waits for one six before, whose stage is its own until then."""
+    affine = group_norm_stage(32)
+
+    def supports(channels):
+        asked = norm_alone((2, channels, 32, 32), 32, torch.float32, norm=affine, save=True)
+        if "backward" in name:
+            asked = of_pass("backward", asked)
+        return kernel_named(name).supports(asked, KNOWN[90])
+
+    assert supports(served)
+    assert "has 5 stages" in supports(refused).reason
+
+
 def test_gradients_in_another_dtype_are_torchs():
     """As behind autocast, whose output may be wider than the input."""
     asked = norm_alone((16, 64, 64, 64), 8, torch.float16, output_dtype=torch.float32, save=True)

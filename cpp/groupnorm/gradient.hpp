@@ -23,9 +23,9 @@ namespace fusedconv::groupnorm {
 // input, grad_output and grad_input are dense in the problem's layout and dtype; mean and rstd are
 // the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
 // activation. Channels first, grad_input may lie in lines of so many columns, which begin at
-// multiples of pitch; pixels are whole lines, addresses multiples of 16 bytes. Its sums by channel
-// are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless sums is null;
-// channels last too, where gradients are not streamed.
+// multiples of pitch, whole 16 bytes; pixels are whole lines, addresses multiples of 16 bytes. Its
+// sums by channel are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless
+// sums is null; channels last too, where gradients are not streamed.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;
@@ -85,7 +85,7 @@ void input_gradient(GroupNormProblem const& problem, GradientTensors const& tens
                     GroupTerms const* terms, cudaStream_t stream);
 
 // Totals of a channel, [channels] each; any may be null. conv_bias is the sum of sums, which
-// input_gradient() has left in so many parts.
+// input_gradient() or streamed_gradients() has left in so many parts.
 struct AffineTargets {
   void* weight = nullptr;
   void* bias = nullptr;

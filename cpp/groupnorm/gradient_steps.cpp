@@ -38,6 +38,8 @@ GradientResult const& checked(GradientResult const& result, GroupNormProblem con
                     result.columns, " for planes of ", p.pixels);
     FUSEDCONV_CHECK(result.pitch >= result.columns, "pitch: got ", result.pitch, " for ",
                     result.columns, " columns");
+    FUSEDCONV_CHECK(result.pitch == result.columns || result.pitch * size_of(p.dtype) % 16 == 0,
+                    "pitch: got ", result.pitch, ", expected whole 16 bytes");
     FUSEDCONV_CHECK(p.pixels / result.columns * result.pitch < int64_t(1) << 31, "pitch: got ",
                     result.pitch, " for planes of ", p.pixels);
     FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, "columns: got ", result.columns,

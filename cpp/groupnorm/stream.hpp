@@ -35,8 +35,15 @@ inline constexpr int kSumsWords = 1;
 
 using TableEntry = float2;  // a channel's weight and bias, behind the ring
 
-// What a kernel has in shared memory beside ring and table: barriers, units' statistics.
-inline constexpr int kStaticSharedBytes = 6 << 10;
+// Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate,
+// and tiles of the oldest unit, which everything waits for, come after younger ones. It waits for a
+// tile of so many before, whose stage must not be another's by then: a ring has no fewer stages.
+inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
+inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
+
+// What a kernel of so many tensors has in shared memory beside ring and table: barriers, units'
+// statistics, and of gradients each thread's sums.
+constexpr int static_shared_bytes(int tensors) { return tensors == 1 ? 2 << 10 : 6 << 10; }
 
 // Groups of a channels-first tensor, cut into tiles of one run of memory. A group is cut as one
 // run, or plane by plane, so that a tile has one channel.

@@ -83,8 +83,13 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   s.step_units = s.blocks / s.tiles;
   s.step_tiles = s.blocks % s.tiles;
   int const table = int(round_up(p.channels * int64_t(sizeof(TableEntry)), 128));
-  s.stages =
-      std::min<int>(kMaxStages, (device.shared_bytes - table - kStaticSharedBytes) / kStageBytes);
+  int const left = device.shared_bytes - table - static_shared_bytes(tensors);
+  s.stages = std::min<int>(kMaxStages, left / kStageBytes);
+  if (s.stages < kTilesToShared) {
+    return refused(detail::join("shared memory has ", std::max(0, s.stages),
+                                " stages beside the weights of ", p.channels, " channels, ",
+                                kTilesToShared, " are needed"));
+  }
   int64_t const held = ceil_div(s.tiles, s.blocks);
   if (held + 1 > s.stages) {
     return refused(detail::join("a group needs ", held, " of a block's ", s.stages,

@@ -184,11 +184,6 @@ struct Barriers {
   }
 };
 
-// Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate,
-// and tiles of the oldest unit, which everything waits for, come after younger ones.
-inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
-inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
-
 // One thread loads tiles: kTensors tensors' shares side by side in a stage. announce(stage, walk,
 // extent) is called before, for who waits for the tile.
 template <int kTensors, class Announce>

@@ -37,7 +37,7 @@ struct StreamShared {
   Statistics statistics[kUnitStages];
   Moments partial[kWorkerWarps];
 };
-static_assert(sizeof(StreamShared) <= kStaticSharedBytes, "what the config sets aside");
+static_assert(sizeof(StreamShared) <= static_shared_bytes(1), "what the config sets aside");
 
 // kWorkers threads normalise tiles in cursor.
 template <class T, bool kActivate>

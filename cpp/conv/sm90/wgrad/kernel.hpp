@@ -1,5 +1,6 @@
 // The weight gradient: a warpgroup for each of the filter's columns, or of a task's groups of
-// output channels, and a producer, behind one ring of stages.
+// output channels, and a producer, behind one ring of stages; in strict fp32 the producer's other
+// warps split what it brings.
 #pragma once
 
 #include <cuda.h>

@@ -242,7 +242,9 @@ def _pads_lines(problem: BackwardProblem) -> bool:
 
 def _is_compiled_in(forward: ForwardProblem) -> bool:
     """Whether kernels need not call what the activations are: where there is none, or one that is
-    a ReLU, or GELU or SiLU in their quick forms, and what is read at a time 16 bytes."""
+    a ReLU, or GELU or SiLU in their quick forms, and what is read at a time 16 bytes. The second of
+    two passes reads less of planes that are not whole 16 bytes where it pads lines, which takes
+    longer than its calls."""
     if len(forward.activations) != 1:
         return not forward.activations
     if forward.output_layout == "nhwc" and forward.output_channels * forward.dtype.itemsize % 16:

@@ -371,7 +371,8 @@ def test_the_estimate_of_strict_fp32_is_what_was_measured(shape, taps, measured)
         "weight",
     )
     found = kernel_named("sm90_gradients_tf32x3")._weight.milliseconds(asked.forward, H200)
-    assert found == pytest.approx(measured, rel=0.2)
+    is_system = batch * math.prod(spatial) >= 1 << 19
+    assert found == pytest.approx(measured, rel=0.1 if is_system else 0.2)
 
 
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["randn", "rand"])

@@ -32,22 +32,24 @@ std::string passed_through(GroupNormProblem const& p) {
   return join_parts(" + ", {step_name(p.activation_after), "norm", step_name(p.activation_before)});
 }
 
-GradientResult const& checked(GradientResult const& result, GroupNormProblem const& p) {
+GradientResult const& checked(char const* step, GradientResult const& result,
+                              GroupNormProblem const& p) {
   if (result.columns != 0) {
-    FUSEDCONV_CHECK(result.columns > 0 && p.pixels % result.columns == 0, "columns: got ",
+    FUSEDCONV_CHECK(result.columns > 0 && p.pixels % result.columns == 0, step, ": columns: got ",
                     result.columns, " for planes of ", p.pixels);
-    FUSEDCONV_CHECK(result.pitch >= result.columns, "pitch: got ", result.pitch, " for ",
+    FUSEDCONV_CHECK(result.pitch >= result.columns, step, ": pitch: got ", result.pitch, " for ",
                     result.columns, " columns");
     FUSEDCONV_CHECK(result.pitch == result.columns || result.pitch * size_of(p.dtype) % 16 == 0,
-                    "pitch: got ", result.pitch, ", expected whole 16 bytes");
-    FUSEDCONV_CHECK(p.pixels / result.columns * result.pitch < int64_t(1) << 31, "pitch: got ",
-                    result.pitch, " for planes of ", p.pixels);
-    FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, "columns: got ", result.columns,
-                    " for a tensor that is channels last");
+                    step, ": pitch: got ", result.pitch, " elements of ", size_of(p.dtype),
+                    " bytes, expected whole 16 bytes");
+    FUSEDCONV_CHECK(p.pixels / result.columns * result.pitch < int64_t(1) << 31, step,
+                    ": pitch: got ", result.pitch, " for planes of ", p.pixels);
+    FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, step, ": columns: got ",
+                    result.columns, " for a tensor that is channels last");
   }
   FUSEDCONV_CHECK(
       result.columns != 0 || !result.sums.present() || p.input_layout == Layout::kChannelsLast,
-      "sums: got some of planes without columns");
+      step, ": sums: got some of planes without columns");
   return result;
 }
 
@@ -90,7 +92,7 @@ StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
     : config_(config),
       problem_(problem),
       operands_(operands),
-      result_(checked(result, problem)),
+      result_(checked("StreamedGradients", result, problem)),
       partials_(partials) {
   check_supported("StreamedGradients", config.support);
   FUSEDCONV_CHECK(!result.sums.present() || problem.input_layout == Layout::kChannelsFirst,
@@ -182,7 +184,10 @@ void AffineGradients::run(RunContext const& context, void*) const {
 InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem const& problem,
                              GradientOperands const& operands, Operand terms,
                              GradientResult const& result)
-    : problem_(problem), operands_(operands), terms_(terms), result_(checked(result, problem)) {
+    : problem_(problem),
+      operands_(operands),
+      terms_(terms),
+      result_(checked("InputGradient", result, problem)) {
   check_supported("InputGradient", config.support);
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
+from fusedconv.kernels.cuda.gradient_tensors import begin_apart
 from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
 from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.norms import KINDS
@@ -236,8 +237,7 @@ def _pads_lines(problem: BackwardProblem) -> bool:
     forward = problem.forward
     if forward.conv is None or forward.output_layout != "nchw":
         return False
-    columns = forward.output_spatial[-1]
-    return line_pitch(columns, forward.dtype) != columns
+    return begin_apart(problem, forward.output_spatial[-1])
 
 
 def _is_compiled_in(forward: ForwardProblem) -> bool:

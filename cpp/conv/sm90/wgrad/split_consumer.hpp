@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume_split(Params const& p, Barriers& barrier
               __uint_as_float(device::load_word(line + word_offset(half, w, pitch)));
           float const wide = device::big_tf32(value);
           big[w / 4][w % 4] = __float_as_uint(wide);
-          // What it has beyond TF32's bits is not worth rounding, which takes 4 % longer.
+          // What it has beyond TF32's bits is not worth rounding.
           small[w / 4][w % 4] = __float_as_uint(value - wide);
         }
 #pragma unroll

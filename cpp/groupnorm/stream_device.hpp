@@ -139,8 +139,8 @@ __device__ __forceinline__ int64_t first_word(Stream const& s, int copy, unsigne
 }
 
 // As device::wait(), by threads that share their multiprocessor's issue slots with others at work,
-// and are not the only ones of their kind under way: asking again and again took a third of all
-// that was issued.
+// and are not the only ones of their kind under way: asking again and again was a third of all
+// instructions executed.
 __device__ __forceinline__ void wait_asleep(uint64_t* barrier, uint32_t parity) {
   constexpr unsigned kNanoseconds = 100;
   while (!device::has_ended(barrier, parity)) __nanosleep(kNanoseconds);

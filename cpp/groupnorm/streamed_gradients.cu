@@ -95,7 +95,7 @@ class Announcer {
 };
 
 // Calls body with whether some of the tile's vectors are not all its own, as a type: few tiles have
-// such, and to look at every element takes a fifth of what is issued.
+// such, and instructions that look at every element are what bounds 16 bits.
 template <class Body>
 __device__ __forceinline__ void by_edges(Tile const& tile, Body const& body) {
   if (tile.is_ragged) {

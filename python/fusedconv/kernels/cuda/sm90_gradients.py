@@ -87,8 +87,9 @@ CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 #: added more often than eager adds them, which strict fp32 shows.
 MOST_STRICT_ZEROS = 2.5
 #: Positions that the weight's gradient sums from which on strict fp32 is as exact as eager. What
-#: the tensor core drops leaves an error of up to 1.4e-7, whatever the sum's length; eager's grows
-#: with that: of sums of 12 to 512 positions the least was 0.5e-7 to 0.9e-7, from 512 on 1e-7.
+#: the tensor core drops leaves an error of up to 1.4e-7, in sums of 12 to 2048 alike; eager's
+#: grows with their length: where ours was furthest above it, it was 0.5e-7 to 0.9e-7 in sums of up
+#: to 512, 1e-7 beyond.
 SHORTEST_STRICT_POSITIONS = 512
 
 #: For a person.

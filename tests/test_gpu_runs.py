@@ -143,6 +143,48 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
         assert torch.equal(run(), first), repetition
 
 
+@pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("extreme", [float("inf"), float("nan"), 1e30, 0.5])
+def test_extreme_values_stay_in_their_group(kernel, force, extreme):
+    """Where the tensor core adds up values of eight channels, groups have nine."""
+    dtype = DTYPES[kernel.precision]
+    if dtype is torch.float16 and extreme == 1e30:
+        pytest.skip("fp16 has no such number")
+    force(kernel.name)
+    before, after = kernel.row.window
+    x = torch.rand(2, 20, 30, 32, device="cuda").to(dtype)
+    weight = torch.randn(20, 72, 3, before + 1 + after, device="cuda") * 0.05
+    bias = torch.randn(72, device="cuda")
+    # Of each extreme group one channel is it, and of one all are the same number.
+    bias[3] = bias[40] = extreme
+    weight[:, 45:54] = 0.0
+    bias[45:54] = 2.25
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
+    arguments = dict(
+        padding=(1, after), activation="gelu", num_groups=8, norm_weight=scale, norm_bias=shift
+    )
+    if dtype is torch.float32:
+        arguments["precision"] = kernel.precision
+    result = conv_transpose_act_norm(x, weight, bias, **arguments)
+    groups = result.double().unflatten(1, (8, 9))
+    expected = torch.nn.functional.gelu(
+        torch.nn.functional.conv_transpose2d(
+            x.double(), weight.double(), bias.double(), padding=(1, after)
+        )
+    )
+    expected = torch.nn.functional.group_norm(expected, 8, scale.double(), shift.double())
+    expected = expected.unflatten(1, (8, 9))
+    plain = [1, 2, 3, 6, 7]
+    tolerance = 0.02 if dtype.itemsize == 2 else 2e-3
+    error = (groups[:, plain] - expected[:, plain]).norm() / expected[:, plain].norm()
+    assert error < tolerance
+    equal = shift[45:54].double().reshape(9, 1, 1).expand_as(groups[:, 5])
+    torch.testing.assert_close(groups[:, 5], equal, atol=tolerance, rtol=tolerance)
+    if not math.isfinite(extreme):
+        assert groups[:, [0, 4]].isnan().all()
+
+
 def random_interleaving_problem(kernel, generator: random.Random) -> dict:
     """A filter as large as its stride, over lines of whole 16 bytes or of any."""
     axes = generator.choice((1, 2, 2, 3))

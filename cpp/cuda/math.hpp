@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/pair.hpp"
 #include "fusedconv/types.hpp"
 
 namespace fusedconv::device {
@@ -95,6 +96,20 @@ struct Pack {
     Pack result;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) result.words[i] = reinterpret_cast<Word const*>(source)[i];
+    return result;
+  }
+  // Rounded, pairs of 16 bits by one conversion.
+  __device__ __forceinline__ static Pack of(float const (&values)[kCount]) {
+    Pack result;
+    if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        result.bits[i] = from_pair<T>(values[2 * i], values[2 * i + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result.values[i] = from_float<T>(values[i]);
+    }
     return result;
   }
   // Makes the compiler convert the values anew after this point. Else a kernel that goes over its

@@ -278,16 +278,14 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, Strea
   int const line_vectors = is_one_line ? 0x7fffffff : (lines.columns + kVector - 1) / kVector;
   int const step_lines = 32 / line_vectors;
   int const step_vectors = 32 - step_lines * line_vectors;
+  int64_t const tiles = device_stream::tiles_of_block(s);
+  // A warp waits for its own tiles alone: until it has freed a tile's stage, no other tile is
+  // there, and when it waits for its next one, all before its last are finished.
   RingCursor cursor;
+  cursor.skip(warp, s.stages);
   uint64_t latest = 0;
-  // Every warp waits for every tile. It has done so long before the stage that it has just freed is
-  // loaded, summed over all blocks and replaced anew, with which a later phase of theirs might end.
-  int turn = warp;
-  for (int64_t left = device_stream::tiles_of_block(s); left > 0;
-       --left, cursor.advance(s.stages)) {
+  for (int64_t i = warp; i < tiles; i += kStoreWarps) {
     wait_asleep(&shared.barriers.done[cursor.stage], cursor.parity);
-    if (--turn >= 0) continue;
-    turn = kStoreWarps - 1;
     while (device_stream::nanoseconds() - latest < kStoreWarps * s.pace) {
     }
     latest = device_stream::nanoseconds();
@@ -338,6 +336,7 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, Strea
       }
     }
     device::arrive(&shared.barriers.free[cursor.stage]);
+    cursor.skip(kStoreWarps, s.stages);
   }
 }
 

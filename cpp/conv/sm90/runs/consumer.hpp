@@ -60,6 +60,9 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
   if (!p.streams_filter) wait_for(&header.barriers.filter, 0);
 
   while (true) {
+    // Tells ptxas that the lanes are together: else it may take what a loop of theirs counts for
+    // different, and move it to uniform registers for each product.
+    __syncwarp();
     float sums[kRowTiles][kAccumulators];
 #pragma unroll
     for (auto& row_tile : sums) {
@@ -219,11 +222,13 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
 #pragma unroll 1
       for (int i = 2; i <= steps; i += 2) split_steps(i < steps);
     } else {
+      int left = steps;
 #pragma unroll 1
-      for (int i = 2; i <= steps; i += 2) {
+      do {
+        left -= 2;
         step(First{}, true);
-        step(Second{}, i < steps);
-      }
+        step(Second{}, left > 0);
+      } while (left > 0);
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (auto& row_tile : sums) {

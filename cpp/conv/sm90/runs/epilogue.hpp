@@ -3,35 +3,47 @@
 // 1. The bias is added and the activation applied. Accumulators that began as the bias would lose
 //    what the tensor cores drop of sums that are small beside it.
 // 2. The values, before or after it, are stored: lanes of a channel side by side, a quad each.
-// 3. Those that are pixels enter sums about a shift that is one of the values.
-// Then lanes exchange sums until each has those of two channels over the warp, and the four warps
-// merge theirs through shared memory.
+// 3. Those that are pixels enter sums (moments.hpp).
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "conv/sm90/runs/moments.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
 #include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "fusedconv/activation.hpp"
-#include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::sm90::runs {
 
 // What is stored leaves the cache first: it is read again only when all else has passed through,
 // and neighbouring tiles read the same lines of the input.
-template <class T, int kWidth>
-__device__ __forceinline__ void store_streaming(T* target, device::Pack<T, kWidth> const& pack) {
-  using Words = device::Pack<T, kWidth>;
-#pragma unroll
-  for (int i = 0; i < Words::kWords; ++i) {
-    __stcs(reinterpret_cast<typename Words::Word*>(target) + i, pack.words[i]);
-  }
+template <class T>
+__device__ __forceinline__ void store_streaming(T* target, device::Pack<T, kQuad> const& quad) {
+  using Word = typename device::Pack<T, kQuad>::Word;
+  __stcs(reinterpret_cast<Word*>(target), quad.words[0]);
 }
 
-inline constexpr int kChannelPairs = kBlockN / 8;  // of a lane
+// A quad in halves, which must follow each other to reach the L2 cache as one access: what takes
+// part of a sector counts there like all of it.
+template <class T>
+__device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> const& quad) {
+  if constexpr (sizeof(T) == 2) {
+    asm volatile(
+        "st.global.cs.b32 [%0], %1;\n"
+        "st.global.cs.b32 [%0 + 4], %2;" ::"l"(target),
+        "r"(quad.bits[0]), "r"(quad.bits[1])
+        : "memory");
+  } else {
+    asm volatile(
+        "st.global.cs.v2.b32 [%0], {%1, %2};\n"
+        "st.global.cs.v2.b32 [%0 + 8], {%3, %4};" ::"l"(target),
+        "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(quad.bits[2]), "r"(quad.bits[3])
+        : "memory");
+  }
+}
 
 // Where a lane's quad lies.
 struct OwnQuad {
@@ -56,151 +68,127 @@ struct OwnQuad {
   }
 };
 
-// Lanes that differ in one bit share the sums of 2 kHalf channels: each keeps kHalf of both.
-template <int kHalf>
-__device__ __forceinline__ void exchange(float (&sums)[2 * kChannelPairs], int bit) {
-  bool const high = (threadIdx.x & bit) != 0;
+// A lane's values of a pair of channels, and as they are stored.
+using Values = float[2][kQuad];
+template <class T>
+using Stored = device::Pack<T, kQuad>[2];
+
+// Of the j-th pair, with the bias: that of the block's channels.
+__device__ __forceinline__ void read_values(float const (&accumulators)[kRowTiles][kAccumulators],
+                                            float const* bias, int j, Values& values) {
+  float2 const added = *reinterpret_cast<float2 const*>(bias + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    float const keep = high ? sums[i + kHalf] : sums[i];
-    float const give = high ? sums[i] : sums[i + kHalf];
-    sums[i] = keep + __shfl_xor_sync(~0u, give, bit);
+  for (int i = 0; i < kQuad; ++i) {
+    values[0][i] = accumulators[i % 2][4 * j + i / 2 * 2] + added.x;
+    values[1][i] = accumulators[i % 2][4 * j + i / 2 * 2 + 1] + added.y;
   }
 }
-__device__ __forceinline__ void sum_over_quads(float (&sums)[2 * kChannelPairs]) {
-  exchange<8>(sums, 16);
-  exchange<4>(sums, 8);
-  exchange<2>(sums, 4);
-}
 
-// A warp's sums over its pixels, by channel.
-struct WarpMoments {
-  float shift[kBlockN];
-  float sum[kBlockN];
-  float squares[kBlockN];
-  float count;
-};
-static_assert(sizeof(WarpMoments) <= kMomentFloats * sizeof(float));
-
-__device__ __forceinline__ WarpMoments& moments_of(float* base, int warp) {
-  return *reinterpret_cast<WarpMoments*>(base + warp * kMomentFloats);
-}
-
-// Of a channel, about the shift of the first warp, which always has pixels.
-__device__ __forceinline__ device::Moments merge_warps(float* base, int channel) {
-  float const shift = moments_of(base, 0).shift[channel];
-  float count = 0.0f, sum = 0.0f, squares = 0.0f;
+template <class Traits>
+__device__ __forceinline__ void activate_values(Values& values) {
+  using Form = typename Traits::Form;
 #pragma unroll
-  for (int warp = 0; warp < kWarpgroupWarps; ++warp) {
-    WarpMoments const& part = moments_of(base, warp);
-    if (part.count == 0.0f) continue;
-    float const difference = part.shift[channel] - shift;
-    float const moved = part.count * difference;
-    count += part.count;
-    sum += part.sum[channel] + moved;
-    squares +=
-        part.squares[channel] + fmaf(2.0f * difference, part.sum[channel], moved * difference);
+  for (auto& quad : values) {
+#pragma unroll
+    for (float& value : quad) {
+      value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
+    }
   }
-  return device::shifted_moments(count, shift, sum, squares);
 }
 
-// What a lane has of a tile when its warp's values are through.
-struct LaneSums {
-  float sums[2 * kChannelPairs];
-  float squares[2 * kChannelPairs];
-  float shifts[2];  // of the pair of channels whose sums the lane has in the end
-};
-
-// The pair of channels of which a lane has the warp's sums in the end.
-__device__ __forceinline__ int final_pair() {
-  int const lane = threadIdx.x % 32;
-  return (lane & 16) / 4 | (lane & 8) / 4 | (lane & 4) / 4;
+template <class T>
+__device__ __forceinline__ void pack_values(Values const& values, Stored<T>& stored) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) stored[e] = device::Pack<T, kQuad>::of(values[e]);
 }
 
-// Activates, stores and sums up a lane's values. kWidth: of OwnQuad; 0 tells pixels and
-// channels one by one. kActivated: what is stored. bias: of the block's channels.
-template <class Traits, int kWidth, bool kActivated>
+// Activates a lane's values, stores them, before it or after, and adds the activated ones to sums.
+// kWidth: of OwnQuad; 0 tells pixels and channels one by one. kActivated: what is stored.
+template <class Traits, int kWidth, bool kActivated, class Sums>
 __device__ __forceinline__ void finish_values(Params const& p,
                                               float const (&accumulators)[kRowTiles][kAccumulators],
                                               Tile const& tile, int channel0, OwnQuad const& own,
-                                              float const* bias, LaneSums& result) {
+                                              float const* bias, Sums& sums) {
   using T = typename Traits::Element;
-  using Form = typename Traits::Form;
+  constexpr bool kSumsUp = !std::is_same_v<Sums, NoSums>;
   int const pair = threadIdx.x % 4 * 2;
   int64_t const stride = p.pixels;
   T* target = static_cast<T*>(p.output) +
               (int64_t(tile.sample) * p.out_channels + channel0 + pair) * stride + own.pixel;
   int const block_channels = min(kBlockN, p.out_channels - channel0);
-  bool const sums_up = p.partials != nullptr;
+  auto const store = [&](int j, Stored<T> const& stored) {
 #pragma unroll
-  for (int j = 0; j < kChannelPairs; ++j) {
-    float values[2][kQuad];
-    float2 const added = *reinterpret_cast<float2 const*>(bias + 8 * j + pair);
-#pragma unroll
-    for (int i = 0; i < kQuad; ++i) {
-      values[0][i] = accumulators[i % 2][4 * j + i / 2 * 2] + added.x;
-      values[1][i] = accumulators[i % 2][4 * j + i / 2 * 2 + 1] + added.y;
-    }
-    auto const store = [&] {
-      T stored[2][kQuad];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < 2; ++e) {
+      if constexpr (kWidth == kQuad) {
+        if (8 * j < block_channels) store_streaming(target + e * stride, stored[e]);
+      } else if constexpr (kWidth > 0) {
+        if (8 * j < block_channels) store_halves(target + e * stride, stored[e]);
+      } else {
+        bool const there = 8 * j + pair + e < block_channels;
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) {
-          stored[e][i] = device::from_float<T>(values[e][i]);
-          values[e][i] = device::to_float(stored[e][i]);
+          if (there && i < own.count) target[e * stride + i] = stored[e].values[i];
         }
-      }
-      if constexpr (kWidth > 0) {
-        if (8 * j >= block_channels) return;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-#pragma unroll
-          for (int i = 0; i < kQuad; i += kWidth) {
-            device::Pack<T, kWidth> pack;
-#pragma unroll
-            for (int k = 0; k < kWidth; ++k) {
-              pack.values[k] = stored[e][i + k];
-            }
-            store_streaming(target + e * stride + i, pack);
-          }
-        }
-      } else {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          bool const there = 8 * j + pair + e < block_channels;
-#pragma unroll
-          for (int i = 0; i < kQuad; ++i) {
-            if (there && i < own.count) target[e * stride + i] = stored[e][i];
-          }
-        }
-      }
-    };
-    if constexpr (!kActivated) store();
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-#pragma unroll
-      for (float& value : values[e]) {
-        value = Traits::kSplits ? Form::value(value) : device::quick_value<Form>(value);
       }
     }
-    if constexpr (kActivated) store();
     target += 8 * stride;
-    if (!sums_up) continue;
+  };
+  if constexpr (kActivated && Traits::kSplits) {
+    // All values first: where they take long to compute, ptxas would else have too many under way.
+    Stored<T> stored[kChannelPairs];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float const shift = __shfl_sync(~0u, values[e][0], threadIdx.x % 4);
-      if (final_pair() == j) result.shifts[e] = shift;
-      float d[kQuad];
+    for (int j = 0; j < kChannelPairs; ++j) {
+      Values values;
+      read_values(accumulators, bias, j, values);
+      activate_values<Traits>(values);
+      pack_values<T>(values, stored[j]);
+    }
+    __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        d[i] = values[e][i] - shift;
-        if constexpr (kWidth == 0) d[i] = i < own.count ? d[i] : 0.0f;
+    for (int j = 0; j < kChannelPairs; ++j) {
+      store(j, stored[j]);
+      if constexpr (kSumsUp) sums.add(j, stored[j], own.count);
+      __syncwarp();
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kChannelPairs; ++j) {
+      Values values;
+      read_values(accumulators, bias, j, values);
+      if constexpr (kActivated) activate_values<Traits>(values);
+      Stored<T> stored;
+      pack_values<T>(values, stored);
+      store(j, stored);
+      if constexpr (kSumsUp && kActivated) {
+        sums.add(j, stored, own.count);
+      } else if constexpr (kSumsUp) {
+        to_floats(stored, values);
+        activate_values<Traits>(values);
+        sums.add(j, values, own.count);
       }
-      result.sums[2 * j + e] = (d[0] + d[1]) + (d[2] + d[3]);
-      result.squares[2 * j + e] = fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]);
+      __syncwarp();
     }
   }
+}
+
+// The moments of stored values in float32, where PackedLaneSums cannot have them.
+template <class Traits>
+__device__ __forceinline__ void sum_up_in_floats(
+    float const (&accumulators)[kRowTiles][kAccumulators], int count, float const* bias,
+    WarpMoments& moments) {
+  using T = typename Traits::Element;
+  __syncwarp();  // other lanes have written what this one is to write
+  LaneSums<false> sums;
+#pragma unroll
+  for (int j = 0; j < kChannelPairs; ++j) {
+    Values values;
+    read_values(accumulators, bias, j, values);
+    activate_values<Traits>(values);
+    Stored<T> stored;
+    pack_values<T>(values, stored);
+    sums.add(j, stored, count);
+  }
+  sums.store(moments);
 }
 
 // Where the phases of a lane's quad go. Its pixels are neighbours of a row; of each the phases
@@ -321,50 +309,45 @@ __device__ __forceinline__ void finish_tile(Params const& p,
                                             Tile const& tile, int index, int channel0,
                                             OwnQuad const& own, float const* bias, float* moments,
                                             int barrier) {
-  LaneSums lane_sums{};
-  auto const finish = [&](auto width, auto activated) {
-    finish_values<Traits, width.value, activated.value>(p, accumulators, tile, channel0, own, bias,
-                                                        lane_sums);
+  auto const finish = [&](auto width, auto activated, auto sums_up) {
+    constexpr int kWidth = width.value;
+    SumsOf<typename Traits::Element, kWidth != 0, activated.value, sums_up.value> sums;
+    finish_values<Traits, kWidth, activated.value>(p, accumulators, tile, channel0, own, bias,
+                                                   sums);
+    if constexpr (sums_up.value) {
+      WarpMoments& mine = moments_of(moments, threadIdx.x % kWarpgroupThreads / 32);
+      if (!sums.store(mine)) sum_up_in_floats<Traits>(accumulators, own.count, bias, mine);
+      int const pixels = __reduce_add_sync(~0u, own.count) / 4;  // four lanes share a quad
+      if (threadIdx.x % 32 == 0) mine.count = float(pixels);
+      device::sync_threads(barrier, kWarpgroupThreads);
+      int const channel = threadIdx.x % kWarpgroupThreads;
+      if (channel < kBlockN && channel0 + channel < p.out_channels) {
+        p.partials[int64_t(index) * p.out_channels + channel0 + channel] =
+            merge_warps(moments, channel).partial();
+      }
+      device::sync_threads(barrier, kWarpgroupThreads);
+    }
   };
   // Straight code for each way of storing: branches between the stores would cost more than they
   // decide.
-  auto const finish_all = [&](auto activated) {
+  auto const finish_all = [&](auto activated, auto sums_up) {
     bool const eights = (p.out_channels - channel0) % 8 == 0;
     int const width = __reduce_max_sync(~0u, eights ? own.width : 0);
     if (width == 4) {
-      finish(std::integral_constant<int, 4>{}, activated);
+      finish(std::integral_constant<int, 4>{}, activated, sums_up);
     } else if (width == 2) {
-      finish(std::integral_constant<int, 2>{}, activated);
+      finish(std::integral_constant<int, 2>{}, activated, sums_up);
     } else {
-      finish(std::integral_constant<int, 0>{}, activated);
+      finish(std::integral_constant<int, 0>{}, activated, sums_up);
     }
   };
-  if (p.activates_output) {
-    finish_all(std::true_type{});
+  if (p.partials == nullptr) {
+    finish_all(std::true_type{}, std::false_type{});
+  } else if (p.activates_output) {
+    finish_all(std::true_type{}, std::true_type{});
   } else {
-    finish_all(std::false_type{});
+    finish_all(std::false_type{}, std::true_type{});
   }
-  if (p.partials == nullptr) return;
-  sum_over_quads(lane_sums.sums);
-  sum_over_quads(lane_sums.squares);
-  int const warp = threadIdx.x % kWarpgroupThreads / 32;
-  WarpMoments& mine = moments_of(moments, warp);
-  int const final_channel = final_pair() * 8 + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    mine.shift[final_channel + e] = lane_sums.shifts[e];
-    mine.sum[final_channel + e] = lane_sums.sums[e];
-    mine.squares[final_channel + e] = lane_sums.squares[e];
-  }
-  int const pixels = __reduce_add_sync(~0u, own.count) / 4;  // four lanes share a quad
-  if (threadIdx.x % 32 == 0) mine.count = float(pixels);
-  device::sync_threads(barrier, kWarpgroupThreads);
-  int const channel = threadIdx.x % kWarpgroupThreads;
-  if (channel < kBlockN && channel0 + channel < p.out_channels) {
-    p.partials[int64_t(index) * p.out_channels + channel0 + channel] =
-        merge_warps(moments, channel).partial();
-  }
-  device::sync_threads(barrier, kWarpgroupThreads);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -42,6 +42,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 
 template <Math kMath, int kBefore, int kAfter, bool kInterleaves>
 void launch(Arguments const& a, cudaStream_t stream) {
+  FUSEDCONV_CHECK(kInterleaves || a.partials != nullptr || a.activates_output, a.config.row->name,
+                  ": activates_output: got false, expected true where no moments are taken");
   dispatch_activation(a.activation, [&](auto form) {
     launch_kernel<Traits<kMath, kBefore, kAfter, kInterleaves, decltype(form)>>(a, stream);
   });

@@ -42,9 +42,10 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 
 template <Math kMath, int kBefore, int kAfter, bool kInterleaves>
 void launch(Arguments const& a, cudaStream_t stream) {
-  FUSEDCONV_CHECK(kInterleaves || a.partials != nullptr || a.activates_output, a.config.row->name,
-                  ": activates_output: got false, expected true where no moments are taken");
-  dispatch_activation(a.activation, [&](auto form) {
+  // What is stored before the activation, and has no moments, needs none.
+  bool const is_activated = kInterleaves || a.activates_output || a.partials != nullptr;
+  Activation const activation = is_activated ? a.activation : Activation::kIdentity;
+  dispatch_activation(activation, [&](auto form) {
     launch_kernel<Traits<kMath, kBefore, kAfter, kInterleaves, decltype(form)>>(a, stream);
   });
 }

@@ -146,7 +146,7 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("extreme", [float("inf"), float("nan"), 1e30, 0.5])
 def test_extreme_values_stay_in_their_group(kernel, force, extreme):
-    """Where the tensor core adds up values of eight channels, groups have nine."""
+    """A lane sums up two channels of every eight; groups have nine."""
     dtype = DTYPES[kernel.precision]
     if dtype is torch.float16 and extreme == 1e30:
         pytest.skip("fp16 has no such number")

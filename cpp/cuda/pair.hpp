@@ -33,21 +33,4 @@ __device__ __forceinline__ float2 to_pair(uint32_t bits) {
   }
 }
 
-// a b + c of pairs of bf16.
-__device__ __forceinline__ uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t result;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-  return result;
-}
-// a - b, a + b and a^2 + b^2 of them.
-__device__ __forceinline__ uint32_t difference_of_pairs(uint32_t a, uint32_t b) {
-  return fma_pairs(b, 0xbf80bf80u, a);
-}
-__device__ __forceinline__ uint32_t sum_of_pairs(uint32_t a, uint32_t b) {
-  return fma_pairs(b, 0x3f803f80u, a);
-}
-__device__ __forceinline__ uint32_t square_of_pairs(uint32_t a, uint32_t b) {
-  return fma_pairs(a, a, fma_pairs(b, b, 0x80008000u));
-}
-
 }  // namespace fusedconv::device

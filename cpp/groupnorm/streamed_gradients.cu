@@ -27,6 +27,8 @@ using device_stream::Walk;
 using device_stream::Words;
 
 constexpr int kStoreWarps = 4;
+// Else a warp might take the end of a stage's use for that of its next one.
+static_assert(kStoreWarps <= kTilesToShared);
 constexpr int kThreadsPerBlock = 2 * kWorkers + 2 * 32 + kStoreWarps * 32;
 // A stage holds a tile of the input and, beside it, of the gradient.
 constexpr int kTileVectors = kStageVectors / kStreamedTensors;  // of a thread, of each

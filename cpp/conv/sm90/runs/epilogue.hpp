@@ -171,33 +171,6 @@ __device__ __forceinline__ void finish_values(Params const& p,
   }
 }
 
-// The moments in float32 of what the lane has stored, where PackedLaneSums cannot have them.
-template <class T>
-__device__ __forceinline__ void sum_up_in_floats(Params const& p, Tile const& tile, int channel0,
-                                                 OwnQuad const& own, WarpMoments& moments) {
-  __syncwarp();  // other lanes have written what this one is to write
-  int const channel = channel0 + threadIdx.x % 4 * 2;
-  T const* const source = static_cast<T const*>(p.output) +
-                          (int64_t(tile.sample) * p.out_channels + channel) * p.pixels + own.pixel;
-  LaneSums<false> sums;
-#pragma unroll
-  for (int j = 0; j < kChannelPairs; ++j) {
-    Values values;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      bool const there = channel + 8 * j + e < p.out_channels;
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        values[e][i] = there && i < own.count
-                           ? device::to_float(source[(8 * j + e) * int64_t(p.pixels) + i])
-                           : 0.0f;
-      }
-    }
-    sums.add(j, values, own.count);
-  }
-  sums.store(moments);
-}
-
 // Where the phases of a lane's quad go. Its pixels are neighbours of a row; of each the phases
 // along width are neighbours in the output.
 struct OwnPhases {
@@ -318,14 +291,12 @@ __device__ __forceinline__ void finish_tile(Params const& p,
                                             int barrier) {
   auto const finish = [&](auto width, auto activated, auto sums_up) {
     constexpr int kWidth = width.value;
-    SumsOf<typename Traits::Element, kWidth != 0, activated.value, sums_up.value> sums;
+    std::conditional_t<sums_up.value, LaneSums<kWidth != 0>, NoSums> sums;
     finish_values<Traits, kWidth, activated.value>(p, accumulators, tile, channel0, own, bias,
                                                    sums);
     if constexpr (sums_up.value) {
       WarpMoments& mine = moments_of(moments, threadIdx.x % kWarpgroupThreads / 32);
-      if (!sums.store(mine)) {
-        sum_up_in_floats<typename Traits::Element>(p, tile, channel0, own, mine);
-      }
+      sums.store(mine);
       int const pixels = __reduce_add_sync(~0u, own.count) / 4;  // four lanes share a quad
       if (threadIdx.x % 32 == 0) mine.count = float(pixels);
       device::sync_threads(barrier, kWarpgroupThreads);

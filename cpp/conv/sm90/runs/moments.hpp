@@ -3,15 +3,12 @@
 // and the four warps merge theirs through shared memory.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
-#include "conv/mma_sync.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
 #include "cuda/math.hpp"
-#include "cuda/pair.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::sm90::runs {
@@ -104,7 +101,7 @@ class LaneSums {
     add(pair, floats, count);
   }
 
-  __device__ __forceinline__ bool store(WarpMoments& warp) {
+  __device__ __forceinline__ void store(WarpMoments& warp) {
     sum_over_quads(sums_);
     sum_over_quads(squares_);
     int const channel = final_pair() * 8 + threadIdx.x % 4 * 2;
@@ -114,7 +111,6 @@ class LaneSums {
       warp.sum[channel + e] = sums_[e];
       warp.squares[channel + e] = squares_[e];
     }
-    return true;
   }
 
  private:
@@ -133,96 +129,5 @@ class LaneSums {
   float squares_[2 * kChannelPairs];
   float shifts_[2];  // of the pair of channels whose sums the lane has in the end
 };
-
-// The same of values that are stored as bf16, by pairs of them: a quad's are summed, and their
-// squares, with rounding to bf16; those sums the tensor core multiplies by ones and zeros, so that
-// rows of the product are channels and columns the warp's quads. Where something is infinite or not
-// a number, which times zero is not a number, nothing of this holds, as store() tells.
-template <bool kWhole>
-class PackedLaneSums {
- public:
-  using Quad = device::Pack<__nv_bfloat16, kQuad>;
-
-  __device__ __forceinline__ PackedLaneSums() {
-    int const row = lane() / 4, channel = lane() % 4 * 2;
-    selector_[0] = row == channel ? kOnes : 0u;
-    selector_[1] = row == channel + 1 ? kOnes : 0u;
-  }
-
-  __device__ __forceinline__ void add(int pair, Quad const (&values)[2], int count) {
-    // The low values of both channels.
-    uint32_t const shifts = __shfl_sync(
-        ~0u, __byte_perm(values[0].bits[0], values[1].bits[0], 0x5410), threadIdx.x % 4);
-    if (lane() / 4 == pair) shifts_ = shifts;
-    uint32_t sums[2], squares[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      uint32_t const shift = __byte_perm(shifts, 0, e == 0 ? 0x1010 : 0x3232);
-      uint32_t d[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        d[i] = device::difference_of_pairs(values[e].bits[i], shift);
-        if constexpr (!kWhole) {
-          d[i] &= (2 * i < count ? 0xffffu : 0u) | (2 * i + 1 < count ? 0xffff0000u : 0u);
-        }
-      }
-      sums[e] = device::sum_of_pairs(d[0], d[1]);
-      squares[e] = device::square_of_pairs(d[0], d[1]);
-    }
-    add_rows(sums_[pair / 2], pair % 2, sums);
-    add_rows(squares_[pair / 2], pair % 2, squares);
-  }
-
-  // Returns whether the sums are.
-  __device__ __forceinline__ bool store(WarpMoments& warp) {
-    float2 const shifts = device::to_pair<__nv_bfloat16>(shifts_);
-    *reinterpret_cast<float2*>(&warp.shift[8 * (lane() / 4) + lane() % 4 * 2]) = shifts;
-    store(warp.sum, sums_);
-    // A product that is not a number, or too large, is not in a sum without being in its squares'.
-    return __all_sync(~0u, store(warp.squares, squares_));
-  }
-
- private:
-  static constexpr uint32_t kOnes = 0x3f803f80u;
-
-  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
-
-  // Of a pair of channel pairs the second takes the lower rows.
-  __device__ __forceinline__ void add_rows(float (&rows)[4], int second,
-                                           uint32_t const (&terms)[2]) const {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(
-        rows[0], rows[1], rows[2], rows[3], second ? 0u : selector_[0], second ? selector_[0] : 0u,
-        second ? 0u : selector_[1], second ? selector_[1] : 0u, terms[0], terms[1],
-        second ? rows[0] : 0.0f, second ? rows[1] : 0.0f, second ? rows[2] : 0.0f,
-        second ? rows[3] : 0.0f);
-  }
-  // A lane has of channel lane / 4 of each pair the sums of two quads.
-  __device__ __forceinline__ static bool store(float* target,
-                                               float const (&rows)[kChannelPairs / 2][4]) {
-    float sums[kChannelPairs];
-#pragma unroll
-    for (int i = 0; i < kChannelPairs / 2; ++i) {
-      sums[2 * i] = rows[i][0] + rows[i][1];
-      sums[2 * i + 1] = rows[i][2] + rows[i][3];
-    }
-    exchange<4>(sums, 1);
-    exchange<2>(sums, 2);
-    int const pair = (lane() & 1) * 4 | (lane() & 2);
-    target[8 * pair + lane() / 4] = sums[0];
-    target[8 * (pair + 1) + lane() / 4] = sums[1];
-    return sums[0] < INFINITY && sums[1] < INFINITY;
-  }
-
-  uint32_t selector_[2];
-  float sums_[kChannelPairs / 2][4];
-  float squares_[kChannelPairs / 2][4];
-  uint32_t shifts_;  // of the pair of channels lane / 4
-};
-
-// Of outputs of T, that are activated before they are stored or only for their moments' sake.
-template <class T, bool kWhole, bool kActivated, bool kSumsUp>
-using SumsOf = std::conditional_t<!kSumsUp, NoSums,
-                                  std::conditional_t<kActivated && std::is_same_v<T, __nv_bfloat16>,
-                                                     PackedLaneSums<kWhole>, LaneSums<kWhole>>>;
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -88,6 +88,16 @@ def test_random_problems(kernel, force, monkeypatch):
         served += fused_against_fp64(case, dtype, precision)
 
 
+def what_follows(kernel, **arguments) -> dict:
+    """Arguments of a call with 72 output channels, a random affine map of them among them."""
+    dtype = DTYPES[kernel.precision]
+    for name in ("norm_weight", "norm_bias"):
+        arguments[name] = torch.randn(72, device="cuda").to(dtype)
+    if dtype is torch.float32:
+        arguments["precision"] = kernel.precision
+    return arguments
+
+
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("saves", [False, True])
 def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves):
@@ -98,12 +108,7 @@ def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves):
     x = torch.rand(64, 20, 30, 32, device="cuda").to(dtype)
     weight = (torch.randn(20, 72, 3, before + 1 + after, device="cuda") * 0.05).to(dtype)
     weight.requires_grad_(saves)
-    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
-    arguments = dict(
-        padding=(1, after), activation="silu", num_groups=6, norm_weight=scale, norm_bias=shift
-    )
-    if dtype is torch.float32:
-        arguments["precision"] = kernel.precision
+    arguments = what_follows(kernel, padding=(1, after), activation="silu", num_groups=6)
     together = conv_transpose_act_norm(x, weight, None, **arguments)
     alone = [conv_transpose_act_norm(x[i : i + 1], weight, None, **arguments) for i in (0, 63)]
     assert torch.equal(torch.cat(alone), together[[0, 63]])
@@ -122,12 +127,7 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
     before, after = kernel.row.window
     x = torch.rand(5, 64, 37, 96, device="cuda").to(dtype)
     weight = (torch.randn(64, 72, 3, before + 1 + after, device="cuda") * 0.05).to(dtype)
-    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
-    arguments = dict(
-        padding=(0, after), activation="gelu", num_groups=8, norm_weight=scale, norm_bias=shift
-    )
-    if dtype is torch.float32:
-        arguments["precision"] = kernel.precision
+    arguments = what_follows(kernel, padding=(0, after), activation="gelu", num_groups=8)
 
     def run():
         return conv_transpose_act_norm(x, weight, None, **arguments)
@@ -160,12 +160,7 @@ def test_extreme_values_stay_in_their_group(kernel, force, extreme):
     weight[:, 45:54] = 0.0
     bias[45:54] = 2.25
     weight, bias = weight.to(dtype), bias.to(dtype)
-    scale, shift = (torch.randn(72, device="cuda").to(dtype) for _ in range(2))
-    arguments = dict(
-        padding=(1, after), activation="gelu", num_groups=8, norm_weight=scale, norm_bias=shift
-    )
-    if dtype is torch.float32:
-        arguments["precision"] = kernel.precision
+    arguments = what_follows(kernel, padding=(1, after), activation="gelu", num_groups=8)
     result = conv_transpose_act_norm(x, weight, bias, **arguments)
     groups = result.double().unflatten(1, (8, 9))
     expected = torch.nn.functional.gelu(
@@ -173,13 +168,14 @@ def test_extreme_values_stay_in_their_group(kernel, force, extreme):
             x.double(), weight.double(), bias.double(), padding=(1, after)
         )
     )
-    expected = torch.nn.functional.group_norm(expected, 8, scale.double(), shift.double())
+    scale, shift = (arguments[name].double() for name in ("norm_weight", "norm_bias"))
+    expected = torch.nn.functional.group_norm(expected, 8, scale, shift)
     expected = expected.unflatten(1, (8, 9))
     plain = [1, 2, 3, 6, 7]
     tolerance = 0.02 if dtype.itemsize == 2 else 2e-3
     error = (groups[:, plain] - expected[:, plain]).norm() / expected[:, plain].norm()
     assert error < tolerance
-    equal = shift[45:54].double().reshape(9, 1, 1).expand_as(groups[:, 5])
+    equal = shift[45:54].reshape(9, 1, 1).expand_as(groups[:, 5])
     torch.testing.assert_close(groups[:, 5], equal, atol=tolerance, rtol=tolerance)
     if not math.isfinite(extreme):
         assert groups[:, [0, 4]].isnan().all()

@@ -112,6 +112,20 @@ struct Pack {
     }
     return result;
   }
+  // Two values of 16 bits take an instruction each, where one by itself is extracted first.
+  __device__ __forceinline__ void to_floats(float (&result)[kCount]) const {
+    if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        float2 const pair = to_pair<T>(bits[i]);
+        result[2 * i] = pair.x;
+        result[2 * i + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result[i] = to_float(values[i]);
+    }
+  }
   // Makes the compiler convert the values anew after this point. Else a kernel that goes over its
   // packs more than once keeps 16-bit values as floats, in twice the registers.
   __device__ __forceinline__ void forget() {

@@ -79,13 +79,13 @@ __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
                                           device::Pack<T, kCount> const& grad,
                                           ChannelOf const& channel, GradientAffine const& affine,
                                           Point (&points)[kCount]) {
-  float values[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = device::to_float(x.values[i]);
+  float values[kCount], gradients[kCount];
+  x.to_floats(values);
+  grad.to_floats(gradients);
   activate<kKnown>(affine.activation_before, affine.quick, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    points[i] = {(values[i] - channel(i).mean) * channel(i).rstd, device::to_float(grad.values[i])};
+    points[i] = {(values[i] - channel(i).mean) * channel(i).rstd, gradients[i]};
   }
   using Form = typename Known<kKnown>::After;
   if constexpr (!std::is_void_v<Form>) {
@@ -124,35 +124,38 @@ struct GradientMap {
   }
 };
 
-// terms(i): those of the i-th value's group.
+// Before rounding. terms(i): those of the i-th value's group.
 template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
-__device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
-    device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
-    TermsOf const& terms, GradientAffine const& affine) {
+__device__ __forceinline__ void grad_inputs_of(device::Pack<T, kCount> const& x,
+                                               device::Pack<T, kCount> const& grad,
+                                               ChannelOf const& channel, TermsOf const& terms,
+                                               GradientAffine const& affine,
+                                               float (&results)[kCount]) {
   using Before = typename Known<kKnown>::Before;
   constexpr bool kBehind = !std::is_void_v<typename Known<kKnown>::After>;
-  device::Pack<T, kCount> result;
   if constexpr (kKnown != kAnyActivation && !kBehind) {
+    float inputs[kCount], gradients[kCount];
+    x.to_floats(inputs);
+    grad.to_floats(gradients);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      float const point = device::to_float(x.values[i]);
+      float const point = inputs[i];
       GradientMap const map(channel(i), terms(i));
       float value = point;
       [[maybe_unused]] float slope = 1.0f;
       if constexpr (!std::is_void_v<Before>) device::quick_both<Before>(point, value, slope);
-      float reached = map(device::to_float(grad.values[i]), value - channel(i).mean);
+      float reached = map(gradients[i], value - channel(i).mean);
       if constexpr (std::is_same_v<Before, activations::Relu>) {
         reached = through<Before>(point, reached);
       } else if constexpr (!std::is_void_v<Before>) {
         reached *= slope;
       }
-      result.values[i] = device::from_float<T>(reached);
+      results[i] = reached;
     }
-    return result;
+    return;
   }
   Point points[kCount];
   points_of<kKnown>(x, grad, channel, affine, points);
-  float results[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     results[i] =
@@ -162,8 +165,7 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
   if constexpr (kKnown == kAnyActivation) {
     if (affine.activation_before != Activation::kIdentity) {
       float slopes[kCount];
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) slopes[i] = device::to_float(x.values[i]);
+      x.to_floats(slopes);
       apply_by_call(slopes, [&](auto lanes) {
         return slopes_by_call(affine.activation_before, affine.quick, lanes);
       });
@@ -171,9 +173,15 @@ __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
       for (int i = 0; i < kCount; ++i) results[i] *= slopes[i];
     }
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) result.values[i] = device::from_float<T>(results[i]);
-  return result;
+}
+
+template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
+__device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
+    device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
+    TermsOf const& terms, GradientAffine const& affine) {
+  float results[kCount];
+  grad_inputs_of<kKnown>(x, grad, channel, terms, affine, results);
+  return device::Pack<T, kCount>::of(results);
 }
 
 __device__ __forceinline__ float2 warp_sum(float2 value) {

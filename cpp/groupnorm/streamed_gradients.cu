@@ -246,13 +246,14 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
         auto const x = Pack<T, kVector>::load(target);
         auto const g = Pack<T, kVector>::load(
             reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
-        auto const result = grad_input_of<kKnown>(
-            x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine);
-        result.store(target);
+        float results[kVector];
+        grad_inputs_of<kKnown>(
+            x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
+        Pack<T, kVector>::of(results).store(target);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
           if (is_ragged && !tile.extent.has(s, vector, e)) continue;
-          sum += device::to_float(result.values[e]);
+          sum += results[e];
         }
       }
     });

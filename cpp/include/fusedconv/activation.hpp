@@ -240,15 +240,15 @@ struct Gelu {
     float const tail = (0.75179154f - a) * device::quick_exp2(h);
     return x < 0.0f ? tail : 1.0f - tail;
   }
-  // The slope by Phi(-a) of the value: at -a it is Phi(-a) - a phi(a), within 1.7e-5.
+  // x Phi(x), and Phi(x) + x phi(x) by the same Phi, within 1.7e-5. At infinity the slope is NaN,
+  // as PyTorch has it.
   __device__ __forceinline__ static void quick_both(float x, float& value, float& slope) {
-    float const a = fabsf(device::minimum(x, 1e30f));
-    float const tail = device::quick_exp2(quick_log2_tail(a));
-    value = fmaf(-a, tail, device::maximum(x, 0.0f));
-    // log2 phi(a) = -log2(e) / 2 a^2 - log2(2 pi) / 2
-    float const density = device::quick_exp2(fmaf(-0.72134752f * a, a, -1.32574806f));
-    float const lower = fmaf(-a, density, tail);
-    slope = x < 0.0f ? lower : 1.0f - lower;
+    float const tail = device::quick_exp2(quick_log2_tail(fabsf(x)));
+    float const below = x < 0.0f ? tail : 1.0f - tail;
+    value = x * below;
+    // log2 phi(x) = -log2(e) / 2 x^2 - log2(2 pi) / 2
+    float const density = device::quick_exp2(fmaf(-0.72134752f * x, x, -1.32574806f));
+    slope = fmaf(x, density, below);
   }
 #endif
 };

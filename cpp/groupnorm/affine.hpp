@@ -14,7 +14,8 @@ namespace fusedconv::groupnorm {
 
 // What a kernel knows of the activations when it is compiled: that there are none, that there may
 // be any, which it calls, or the only one, in front or behind, GELU and SiLU in their quick forms:
-// calls would take longer than memory there. Kernels that know the first two alone take a bool.
+// calls would take longer than memory there. GELU in front is known in its own form too. Kernels
+// that know the first two alone take a bool.
 enum KnownActivations : int {
   kNoActivation = false,
   kAnyActivation = true,
@@ -23,7 +24,8 @@ enum KnownActivations : int {
   kQuickSiluBefore,
   kQuickSiluAfter,
   kReluBefore,
-  kReluAfter
+  kReluAfter,
+  kGeluBefore
 };
 
 inline KnownActivations known_activations(GroupNormProblem const& p) {
@@ -35,6 +37,7 @@ inline KnownActivations known_activations(GroupNormProblem const& p) {
     case Activation::kRelu: return first ? kReluBefore : kReluAfter;
     case Activation::kGelu:
       if (p.quick()) return first ? kQuickGeluBefore : kQuickGeluAfter;
+      if (first) return kGeluBefore;
       break;
     case Activation::kSilu:
       if (p.quick()) return first ? kQuickSiluBefore : kQuickSiluAfter;
@@ -44,42 +47,30 @@ inline KnownActivations known_activations(GroupNormProblem const& p) {
   return kAnyActivation;
 }
 
-// The activation that a kernel knows, in front or behind, void where that is none or any.
+// The activation that a kernel knows, in front or behind, void where that is none or any, and
+// whether it takes its quick form.
+template <class Before_, class After_, bool kQuick_ = true>
+struct KnownForms {
+  using Before = Before_;
+  using After = After_;
+  static constexpr bool kQuick = kQuick_;
+};
 template <int kKnown>
-struct Known {
-  using Before = void;
-  using After = void;
-};
+struct Known : KnownForms<void, void> {};
 template <>
-struct Known<kQuickGeluBefore> {
-  using Before = activations::Gelu;
-  using After = void;
-};
+struct Known<kQuickGeluBefore> : KnownForms<activations::Gelu, void> {};
 template <>
-struct Known<kQuickGeluAfter> {
-  using Before = void;
-  using After = activations::Gelu;
-};
+struct Known<kQuickGeluAfter> : KnownForms<void, activations::Gelu> {};
 template <>
-struct Known<kQuickSiluBefore> {
-  using Before = activations::Silu;
-  using After = void;
-};
+struct Known<kQuickSiluBefore> : KnownForms<activations::Silu, void> {};
 template <>
-struct Known<kQuickSiluAfter> {
-  using Before = void;
-  using After = activations::Silu;
-};
+struct Known<kQuickSiluAfter> : KnownForms<void, activations::Silu> {};
 template <>
-struct Known<kReluBefore> {
-  using Before = activations::Relu;
-  using After = void;
-};
+struct Known<kReluBefore> : KnownForms<activations::Relu, void> {};
 template <>
-struct Known<kReluAfter> {
-  using Before = void;
-  using After = activations::Relu;
-};
+struct Known<kReluAfter> : KnownForms<void, activations::Relu> {};
+template <>
+struct Known<kGeluBefore> : KnownForms<activations::Gelu, void, false> {};
 
 // Without kActivate both activations are the identity and cost nothing.
 template <bool kActivate>
@@ -141,10 +132,12 @@ struct ChannelAffine {
   }
 };
 
-template <class Form, int kCount>
-__device__ __forceinline__ void apply_quick(float (&values)[kCount]) {
+template <class Form, bool kQuick = true, int kCount>
+__device__ __forceinline__ void apply(float (&values)[kCount]) {
 #pragma unroll
-  for (float& value : values) value = device::quick_value<Form>(value);
+  for (float& value : values) {
+    value = kQuick ? device::quick_value<Form>(value) : Form::value(value);
+  }
 }
 
 // The activation in front.
@@ -153,7 +146,7 @@ __device__ __forceinline__ void activate(Activation activation, bool quick,
                                          float (&values)[kCount]) {
   using Form = typename Known<kKnown>::Before;
   if constexpr (!std::is_void_v<Form>) {
-    apply_quick<Form>(values);
+    apply<Form, Known<kKnown>::kQuick>(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(activation, quick, values);
   }
@@ -164,7 +157,7 @@ template <int kKnown, int kCount>
 __device__ __forceinline__ void activate_after(Affine const& affine, float (&values)[kCount]) {
   using Form = typename Known<kKnown>::After;
   if constexpr (!std::is_void_v<Form>) {
-    apply_quick<Form>(values);
+    apply<Form>(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(affine.activation_after, affine.quick, values);
   }

@@ -143,7 +143,11 @@ __device__ __forceinline__ void grad_inputs_of(device::Pack<T, kCount> const& x,
       GradientMap const map(channel(i), terms(i));
       float value = point;
       [[maybe_unused]] float slope = 1.0f;
-      if constexpr (!std::is_void_v<Before>) device::quick_both<Before>(point, value, slope);
+      if constexpr (!Known<kKnown>::kQuick) {
+        Before::both(point, value, slope);
+      } else if constexpr (!std::is_void_v<Before>) {
+        device::quick_both<Before>(point, value, slope);
+      }
       float reached = map(gradients[i], value - channel(i).mean);
       if constexpr (std::is_same_v<Before, activations::Relu>) {
         reached = through<Before>(point, reached);

@@ -415,11 +415,18 @@ void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem c
   FUSEDCONV_CUDA("streamed_gradients",
                  cudaMemsetAsync(workspace, 0xff, config.streamed.words_bytes(), stream));
   dispatch_kernel(p, [&](auto zero, auto active) {
+    using T = decltype(zero);
+    auto const start = [&](auto known) {
+      launch<T, known.value>(config.streamed, p, tensors, partials,
+                             static_cast<uint64_t*>(workspace), stream);
+    };
+    if constexpr (sizeof(T) == 4 && active.value) {
+      if (known_activations(p) == kGeluBefore) {
+        return start(std::integral_constant<int, kGeluBefore>{});
+      }
+    }
     dispatch_known<active.value, kQuickGeluBefore, kQuickGeluAfter, kQuickSiluBefore,
-                   kQuickSiluAfter, kReluBefore, kReluAfter>(p, [&](auto known) {
-      launch<decltype(zero), known.value>(config.streamed, p, tensors, partials,
-                                          static_cast<uint64_t*>(workspace), stream);
-    });
+                   kQuickSiluAfter, kReluBefore, kReluAfter>(p, start);
   });
 }
 

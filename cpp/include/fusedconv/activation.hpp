@@ -102,8 +102,9 @@ __device__ __forceinline__ float maximum(float a, float b) {
 
 // One struct an activation. host(x), host_slope(x): value and derivative of a vector, for loops of
 // the processor; host_gradient(x, grad), where it is more than a product. value(x), slope(x): on
-// the GPU. quick(x), quick_slope(x), and both in quick_both(x, value, slope), where there are: off
-// by less than the rounding of operands to TF32 or 16 bits.
+// the GPU, and both in both(x, value, slope) where they share something. quick(x), quick_slope(x),
+// and both in quick_both(x, value, slope), where there are: off by less than the rounding of
+// operands to TF32 or 16 bits.
 namespace activations {
 
 struct Identity {
@@ -212,6 +213,20 @@ struct Gelu {
     float const density = 0.39894228040143267794f * expf(-0.5f * x * x);
     return fmaf(x, density, 0.5f * (1.0f + erff(x * 0.70710678118654752440f)));
   }
+  // x Phi(x), and Phi(x) + x phi(x) by the same Phi. At infinity the slope is NaN, as PyTorch has
+  // it.
+  __device__ __forceinline__ static void both(float x, float& value, float& slope) {
+    both_by(log2_tail(fabsf(x)), x, value, slope);
+  }
+  __device__ __forceinline__ static void both_by(float log2_tail, float x, float& value,
+                                                 float& slope) {
+    float const tail = device::quick_exp2(log2_tail);
+    float const below = x < 0.0f ? tail : 1.0f - tail;
+    value = x * below;
+    // log2 phi(x) = -log2(e) / 2 x^2 - log2(2 pi) / 2
+    float const density = device::quick_exp2(fmaf(-0.72134752f * x, x, -1.32574806f));
+    slope = fmaf(x, density, below);
+  }
   // As value(), but with a polynomial of degree five (least maximum error of the result), which
   // keeps it within 2.4e-6 of the erf form, apart from the last places of exp2.
   __device__ __forceinline__ static float quick(float x) {
@@ -240,15 +255,9 @@ struct Gelu {
     float const tail = (0.75179154f - a) * device::quick_exp2(h);
     return x < 0.0f ? tail : 1.0f - tail;
   }
-  // x Phi(x), and Phi(x) + x phi(x) by the same Phi, within 1.7e-5. At infinity the slope is NaN,
-  // as PyTorch has it.
+  // As both(), the slope within 1.7e-5.
   __device__ __forceinline__ static void quick_both(float x, float& value, float& slope) {
-    float const tail = device::quick_exp2(quick_log2_tail(fabsf(x)));
-    float const below = x < 0.0f ? tail : 1.0f - tail;
-    value = x * below;
-    // log2 phi(x) = -log2(e) / 2 x^2 - log2(2 pi) / 2
-    float const density = device::quick_exp2(fmaf(-0.72134752f * x, x, -1.32574806f));
-    slope = fmaf(x, density, below);
+    both_by(quick_log2_tail(fabsf(x)), x, value, slope);
   }
 #endif
 };

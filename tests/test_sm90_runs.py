@@ -3,6 +3,7 @@ cover, what a stage holds, what they refuse. No GPU."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -31,6 +32,11 @@ MOMENTS = 4 * 1024  # bytes of a consumer
 
 def rows() -> list:
     return _C.sm90.runs.rows() if HAS_ROWS else []
+
+
+def shared_tap_rows() -> list:
+    """Those whose phases, if any, have all taps."""
+    return [row for row in rows() if not row.interleaves or row.window == (0, 0)]
 
 
 def row_of(math_name: str, window: tuple[int, int]):
@@ -87,10 +93,11 @@ def wide_input(row, output, taps, dilation) -> tuple[int, int, int]:
 
 def test_rows_are_named_by_math_and_window():
     names = [row.name for row in rows()]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 30
     for row in rows():
-        window = "interleaved" if row.interleaves else "{}_{}".format(*row.window)
-        assert row.name == f"sm90_runs_{row.math.name}_{window}"
+        phases = "interleaved_" if row.interleaves else ""
+        window = "{}_{}".format(*row.window)
+        assert row.name == f"sm90_runs_{row.math.name}_{phases}{window}"
 
 
 def test_phases_are_those_of_interleaving_rows():
@@ -101,8 +108,8 @@ def test_phases_are_those_of_interleaving_rows():
                 k=32,
                 input=(1, 8, 16),
                 output=(1, 8, 16),
-                taps=(1, 1, 1),
-                lower_padding=(0, 0, 0),
+                taps=(1, 1, sum(row.window) + 1),
+                lower_padding=(0, 0, row.window[0]),
                 dilation=(1, 1, 1),
             ),
             layout=_C.Layout.nchw,
@@ -110,16 +117,26 @@ def test_phases_are_those_of_interleaving_rows():
             device=H200.compiled,
         )
         if row.interleaves:
-            made = _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
+            made = _C.sm90.runs.Config(row, phases=phases_of(2, row.window), **arguments)
             assert made.support
             with pytest.raises(ValueError, match="phases: got 1x3x3 of 32 output channels"):
-                _C.sm90.runs.Config(row, phases=(1, 3, 3), **arguments)
+                _C.sm90.runs.Config(row, phases=phases_of(3, row.window), **arguments)
         else:
             with pytest.raises(ValueError, match="phases: got 1x2x2, expected 1x1x1"):
-                _C.sm90.runs.Config(row, phases=(1, 2, 2), **arguments)
+                _C.sm90.runs.Config(row, phases=phases_of(2, row.window), **arguments)
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+def phases_of(stride: int, window: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Of a filter as large as its stride along height, and of the window along width."""
+    kernel, padding = {
+        (0, 0): (stride, 0),
+        (0, 1): (stride + stride // 2, stride // 2),
+        (1, 1): (2 * stride, stride // 2),
+    }.get(window, (stride, 0))
+    return ((1, 1, 0), (stride, stride, 0), (stride, kernel, padding))
+
+
+@pytest.mark.parametrize("row", shared_tap_rows(), ids=lambda row: row.name)
 def test_tiles_cover_every_output_once(row):
     generator = random.Random(row.name)
     several = last = 0
@@ -172,7 +189,7 @@ def test_tiles_cover_every_output_once(row):
     assert last > 20
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", shared_tap_rows(), ids=lambda row: row.name)
 def test_shared_memory_holds_filter_and_rings(row):
     generator = random.Random(row.name)
     served = streamed = 0
@@ -342,7 +359,7 @@ def upsampling(**changes):
     return problem(**{**settings, **changes})
 
 
-INTERLEAVED = "sm90_runs_bf16_interleaved"
+INTERLEAVED = "sm90_runs_bf16_interleaved_0_0"
 
 
 def test_a_filter_as_large_as_its_stride_is_a_matrix_product():
@@ -369,10 +386,14 @@ def test_lines_that_tensor_copies_cannot_read_are_padded(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"conv": dict(stride=(1, 1))}, "the filter is (2, 2), the stride (1, 1)"),
-        ({"conv": dict(stride=(2, 2), padding=(1, 1))}, "padding (1, 1)"),
-        ({"conv": dict(stride=(2, 2), output_padding=(1, 1))}, "output padding (1, 1)"),
-        ({"norm": group_norm_stage(8)}, "leaves no moments"),
+        ({"conv": dict(stride=(1, 1))}, "its stride is 1"),
+        ({"conv": dict(stride=(2, 2), padding=(1, 1))}, "its output is (62, 94), not (64, 96)"),
+        ({"conv": dict(stride=(2, 2), output_padding=(1, 1))}, "its output is (65, 97)"),
+        ({"conv": dict(stride=(2, 2), dilation=(2, 2))}, "dilation is (2, 2)"),
+        (
+            {"conv": dict(stride=(4, 4), output_padding=(2, 2))},
+            "the filter is (2, 2), the stride (4, 4): phases do not all have the same taps",
+        ),
         ({"layout": "nhwc"}, "reads NCHW"),
     ],
     ids=str,
@@ -385,3 +406,128 @@ def test_interleaving_rows_refuse_the_rest(changes, reason):
     support = kernel.supports(upsampling(**changes), H200)
     assert not support
     assert reason in support.reason
+
+
+#: (kernel, stride, padding, output padding) along an axis; strides 1 are of no phases.
+AXES = [
+    (2, 2, 0, 0), (3, 2, 1, 1), (4, 2, 1, 0), (5, 2, 2, 1), (6, 2, 2, 0), (1, 2, 0, 1),
+    (3, 3, 0, 0), (5, 3, 1, 0), (6, 3, 2, 1), (4, 4, 0, 0), (8, 4, 2, 0), (16, 8, 4, 0),
+    (1, 1, 0, 0), (3, 1, 1, 0),
+]  # fmt: skip
+_CONVOLUTIONS = {
+    1: torch.nn.functional.conv_transpose1d,
+    2: torch.nn.functional.conv_transpose2d,
+    3: torch.nn.functional.conv_transpose3d,
+}
+
+
+def computed_by_phases(x, weight, axes, deltas, padding=16):
+    """Each output as the sum over ``deltas(phase)``, by axis, of the inputs so far from its
+    position times the weight's taps that these are; there may be none."""
+    strides, paddings = (tuple(axis[i] for axis in axes) for i in (1, 2))
+    spatial = x.shape[2:]
+    wide = torch.nn.functional.pad(x, (padding,) * 6)
+    result = torch.zeros(
+        *(x.shape[0], weight.shape[1]), *(n * s for n, s in zip(spatial, strides, strict=True)),
+        dtype=x.dtype,
+    )  # fmt: skip
+    for phase in itertools.product(*map(range, strides)):
+        out = result[(..., *(slice(r, None, s) for r, s in zip(phase, strides, strict=True)))]
+        for delta in itertools.product(*deltas(phase)):
+            tap = [
+                r + p - s * d for r, p, s, d in zip(phase, paddings, strides, delta, strict=True)
+            ]
+            if all(0 <= k < extent for k, extent in zip(tap, weight.shape[2:], strict=True)):
+                read = (
+                    slice(padding + d, padding + d + n) for d, n in zip(delta, spatial, strict=True)
+                )
+                out += torch.einsum("bcdhw,ck->bkdhw", wide[(..., *read)], weight[(..., *tap)])
+    return result
+
+
+@pytest.mark.parametrize("last", [axis for axis in AXES if axis[1] > 1], ids=str)
+@pytest.mark.parametrize("number", range(6))
+def test_phases_as_channels_are_the_transposed_convolution(last, number):
+    """In fp64: what the rows compute, with the taps that they are given."""
+    generator = random.Random(f"{last} {number}")
+    axes = [generator.choice(AXES) for _ in range(generator.randint(0, 2))] + [last]
+    spatial = tuple(generator.randint(1, 6) for _ in axes)
+    kernel, stride, padding, output_padding = map(tuple, zip(*axes, strict=True))
+    x = torch.randn(2, 3, *spatial, dtype=torch.float64)
+    weight = torch.randn(3, 4, *kernel, dtype=torch.float64)
+    expected = _CONVOLUTIONS[len(axes)](x, weight, None, stride, padding, output_padding)
+    asked = upsampling(
+        channels=3,
+        batch=2,
+        spatial=spatial,
+        conv=geometry_of(weight, stride=stride, padding=padding, output_padding=output_padding),
+    )
+    served = 0
+    for row in registry().kernels():
+        if not row.name.startswith("sm90_runs_bf16_interleaved") or not row.supports(asked, H200):
+            continue
+        served += 1
+        lowered, made = row.lowered(asked), row.config(asked, H200)
+        before, after = row.row.window
+        windows = [
+            range(-low, taps - low)
+            for low, taps in zip(lowered.lower_padding, lowered.taps, strict=True)
+        ]
+
+        def deltas(phase, row=row, made=made, windows=windows, before=before, after=after):
+            if not row.own_taps:
+                return windows
+            rows = [made.phase_taps[axis][phase[axis]] for axis in range(2)]
+            upper = phase[2] >= stride[-1] // 2
+            width = range(after + 1) if upper else range(-before, 1)
+            return *(range(low, low + count) for low, count in rows), width
+
+        whole = [(1, 1, 0, 0)] * (3 - len(axes)) + axes
+        missing = (1,) * (3 - len(axes))
+        computed = computed_by_phases(
+            x.reshape(2, 3, *missing, *spatial), weight.reshape(3, 4, *missing, *kernel), whole,
+            deltas,
+        )  # fmt: skip
+        assert torch.allclose(computed.reshape(expected.shape), expected), row.name
+    if last in ((3, 2, 1, 1), (4, 2, 1, 0), (8, 4, 2, 0), (16, 8, 4, 0)):
+        assert served == ((1, 2, 0, 1) not in axes)  # which has a phase without taps
+    elif last[0] == last[1]:
+        assert served == all(k == s or s == 1 for k, s, *_ in axes)
+    else:
+        assert not served
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ((6, 3, 2, 1), "its stride along width is 3; 2, 4 and 8 have halves of phases"),
+        ((5, 2, 2, 1), "phase 0 along width reads inputs from -1 to 1 of a position; from -1 to 0"),
+    ],
+    ids=str,
+)
+def test_phases_that_do_not_divide_in_halves_are_refused(last, reason):
+    kernel, stride, padding, output_padding = last
+    asked = upsampling(
+        conv=geometry_of(
+            torch.empty(64, 24, 2, kernel),
+            stride=(2, stride),
+            padding=(0, padding),
+            output_padding=(0, output_padding),
+        )
+    )
+    row = next(k for k in registry().kernels() if k.name == "sm90_runs_bf16_interleaved_1_1")
+    assert reason in row.supports(asked, H200).reason
+
+
+@pytest.mark.parametrize("channels", [8, 48, 300])
+def test_blocks_of_phases_share_the_multiprocessors_by_their_steps(channels):
+    weight = torch.empty(64, channels, 3, 3, 3)
+    asked = upsampling(
+        spatial=(16, 16, 32),
+        conv=geometry_of(weight, stride=(2,) * 3, padding=(1,) * 3, output_padding=(1,) * 3),
+    )
+    row = next(k for k in registry().kernels() if k.name == "sm90_runs_bf16_interleaved_0_1")
+    made = row.config(asked, H200)
+    assert made.block_steps == [[4, 1], [4, 2], [8, 1], [8, 2]]
+    assert made.phase_taps == [[[0, 1], [0, 2]], [[0, 1], [0, 2]]]
+    assert made.blocks_n == 4 * math.ceil(channels / 32)

@@ -36,14 +36,19 @@ void bind_sm90_runs(py::module_& room) {
       .def_readonly("bytes", &Tiling::bytes, "Of a stage's box.");
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init([](Row const& row, conv::ConvProblem const& problem,
-                       std::array<int, 3> const& phases, Layout layout, bool aligned,
+                       std::array<std::array<int, 3>, 3> const& phases, Layout layout, bool aligned,
                        bool padded_lines, Device const& device) {
-             return Config(row, problem, {phases[0], phases[1], phases[2]}, layout, aligned,
-                           padded_lines, device);
+             auto const axis = [&](int i) {
+               return conv::Phases::Axis{phases[i][0], phases[i][1], phases[i][2]};
+             };
+             return Config(row, problem, {axis(0), axis(1), axis(2)}, layout, aligned, padded_lines,
+                           device);
            }),
            py::arg("row"), py::kw_only(), py::arg("problem"),
-           py::arg("phases") = std::array<int, 3>{1, 1, 1}, py::arg("layout"), py::arg("aligned"),
-           py::arg("padded_lines") = false, py::arg("device"))
+           py::arg("phases") = std::array<std::array<int, 3>, 3>{{{1, 1, 0}, {1, 1, 0}, {1, 1, 0}}},
+           py::arg("layout"), py::arg("aligned"), py::arg("padded_lines") = false,
+           py::arg("device"),
+           "phases: along depth, height and width the stride, the weight's taps, the padding.")
       .def_property_readonly(
           "row", [](Config const& config) -> Row const& { return *config.row; },
           py::return_value_policy::reference)
@@ -56,6 +61,33 @@ void bind_sm90_runs(py::module_& room) {
                              "Of output channels.")
       .def_property_readonly("k_iterations", scheduled<Config>(&Schedule::k_iterations),
                              "Of a tile.")
+      .def_property_readonly(
+          "block_steps",
+          [](Config const& config) {
+            std::vector<std::array<int, 2>> result;
+            for (BlockSteps const& steps : config.schedule.block_steps) {
+              result.push_back({steps.k_iterations, steps.filter_rows});
+            }
+            return result;
+          },
+          "Of a tile, by phase along depth and height, where phases have taps of their own: "
+          "k-iterations and filter rows of each.")
+      .def_property_readonly(
+          "phase_taps",
+          [](Config const& config) {
+            conv::sm90::PhaseBlocks const& blocks = config.schedule.phase_blocks;
+            std::array<std::vector<std::array<int, 2>>, 2> result;
+            if (!blocks.present()) return result;
+            for (int i = 0; i < config.phases.d.count; ++i) {
+              result[0].push_back({blocks.depth[i].lowest, blocks.depth[i].count});
+            }
+            for (int i = 0; i < config.phases.h.count; ++i) {
+              result[1].push_back({blocks.height[i].lowest, blocks.height[i].count});
+            }
+            return result;
+          },
+          "By phase along depth and along height: input position less the output's of the first of "
+          "its taps, and how many there are.")
       .def_property_readonly(
           "consumers", [](Config const& config) { return consumers_of(config.row->math); },
           "Warpgroups of a block, each with tiles of its own.")

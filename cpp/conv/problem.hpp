@@ -20,13 +20,21 @@ struct ConvProblem {
   int dilation_d = 1, dilation_h = 1, dilation_w = 1;
 };
 
-// Sub-pixel phases of a transposed convolution whose filter is as large as its stride: a matrix
-// product, whose output channel k is channel k / all() of the tensor and one of that one's phases,
-// by depth, height and width.
+// Sub-pixel phases of a strided transposed convolution as output channels of one of stride 1, whose
+// channel k is channel k / all() of the tensor and one of that one's phases, by depth, height and
+// width.
 struct Phases {
-  int d = 1, h = 1, w = 1;
+  struct Axis {
+    int count = 1;  // the stride
+    int kernel = 1;
+    int padding = 0;
 
-  constexpr int all() const { return d * h * w; }
+    // The weight's tap by which phase r reads input q + delta for position q; there may be none.
+    constexpr int tap(int phase, int delta) const { return phase + padding - count * delta; }
+  };
+  Axis d, h, w;
+
+  constexpr int all() const { return d.count * h.count * w.count; }
 };
 
 // A transposed convolution's weight [C, K, T, R, S] of any strides, in elements.

@@ -59,22 +59,45 @@ __global__ void __launch_bounds__(kThreads)
     int const block_c = (iteration_c * order.k_blocks_per_stage + k_block) * 2 * kHalf;
     int const first_c = block_c + (order.interleaves_halves ? half : half * kHalf);
     int const step_c = order.interleaves_halves ? 2 : 1;
-    auto const tap = [&](int index, int taps) {
-      return order.reverses_taps ? taps - 1 - index : index;
-    };
     int k = (tile_m * order.blocks_m + block_m) * kBlockM + row;
-    int depth = tap(d, order.taps_d);
-    int height = tap(iteration_h * order.filter_rows + r, order.taps_h);
-    int width = tap(s, order.taps_w);
-    if (order.phases.all() > 1) {
-      int phase = k % order.phases.all();
-      k /= order.phases.all();
-      width += phase % order.phases.w;
-      phase /= order.phases.w;
-      height += phase % order.phases.h;
-      depth += phase / order.phases.h;
+    int depth = d, height = iteration_h * order.filter_rows + r, width = s;
+    bool exists = d < order.taps_d;
+    unsigned target = i;
+    Phases const& phases = order.phases;
+    if (PhaseBlocks const& blocks = order.phase_blocks; blocks.present()) {
+      int phase_h = tile_m / blocks.channel_blocks;
+      int const phase_d = phase_h / phases.h.count;
+      phase_h %= phases.h.count;
+      auto const& [column_channel, phase_w] = blocks.column(row);
+      k = tile_m % blocks.channel_blocks * blocks.channels() + column_channel;
+      int const rows = blocks.height[phase_h].count;
+      // A block's rows follow each other without those that only other phases have.
+      if (r >= rows) continue;
+      exists = d < blocks.depth[phase_d].count;
+      depth = phases.d.tap(phase_d, blocks.depth[phase_d].lowest + d);
+      height = phases.h.tap(phase_h, blocks.height[phase_h].lowest + r);
+      width = phases.w.tap(phase_w, s - order.before[2]);
+      unsigned const tap_units = 2 * kBlockM;
+      unsigned const in_block = unsigned((d * iterations_c + iteration_c) * rows + r);
+      target = unsigned(tile_m * order.k_iterations) * unsigned(p.stage_units) +
+               (in_block * order.taps_w + s) * tap_units + half * kBlockM + row;
+    } else if (phases.all() > 1) {
+      int phase = k % phases.all();
+      k /= phases.all();
+      auto const of_phase = [&phase](Phases::Axis const& axis, int delta) {
+        int const residue = phase % axis.count;
+        phase /= axis.count;
+        return axis.tap(residue, delta);
+      };
+      width = of_phase(phases.w, width - order.before[2]);
+      height = of_phase(phases.h, height - order.before[1]);
+      depth = of_phase(phases.d, depth - order.before[0]);
+    } else if (order.reverses_taps) {
+      depth = order.taps_d - 1 - depth;
+      height = order.taps_h - 1 - height;
+      width = order.taps_w - 1 - width;
     }
-    bool const exists = k < p.source.k && d < order.taps_d;
+    exists = exists && k < p.source.k;
     T const* const of_channel = weight + k * p.source.stride_k;
     device::Pack<T, kHalf> parts[kParts];
 #pragma unroll
@@ -83,7 +106,9 @@ __global__ void __launch_bounds__(kThreads)
       PhasePlanes::Source from{c, depth, height, width};
       if (p.splits_phases) from = order.planes.source(c, depth, height, width);
       T value = T(0.0f);
-      if (exists && from.channel < p.source.c && from.exists()) {
+      bool const has_tap = unsigned(from.t) < p.source.t && unsigned(from.r) < p.source.r &&
+                           unsigned(from.s) < p.source.s;
+      if (exists && from.channel < p.source.c && has_tap) {
         value = of_channel[from.channel * p.source.stride_c + from.t * p.source.stride_t +
                            from.r * p.source.stride_r + from.s * p.source.stride_s];
       }
@@ -96,11 +121,11 @@ __global__ void __launch_bounds__(kThreads)
         parts[0].values[e] = value;
       }
     }
-    unsigned const stage = i / unsigned(p.stage_units);
+    unsigned const stage = target / unsigned(p.stage_units);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       parts[part].store(filter +
-                        (i + (int64_t(stage) * (kParts - 1) + part) * p.stage_units) * kHalf);
+                        (target + (int64_t(stage) * (kParts - 1) + part) * p.stage_units) * kHalf);
     }
   }
 }

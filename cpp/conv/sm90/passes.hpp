@@ -4,8 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+
 #include "conv/phase_planes.hpp"
 #include "conv/problem.hpp"
+#include "conv/sm90/phase_blocks.hpp"
 #include "conv/sm90/rows.hpp"
 #include "fusedconv/groupnorm.hpp"
 #include "groupnorm/statistics.hpp"
@@ -23,14 +26,18 @@ struct FilterOrder {
   // Whether the two halves of a k-block alternate by channel, else the second follows the first.
   bool interleaves_halves;
   int zeros = 0;    // 32-bit words behind the packed filter that become zero
-  Phases phases{};  // which taps there are of
+  Phases phases{};  // that are output channels
+  PhaseBlocks phase_blocks{};
+  // Of the filter's taps along depth, height and width those before a position's own, where phases
+  // are output channels; along width alone where they are blocks.
+  std::array<int, kMaxAxes> before{};
   // Which the filter's input channels are of; of a tensor that is none, one with a tap for each of
   // the weight's.
   PhasePlanes planes;
-  bool reverses_taps = true;
+  bool reverses_taps = true;  // where no phases are output channels
 };
 
-// Taps reversed where the order says so, channel axes swapped, rounded or split in two.
+// Taps as the order says, channel axes swapped, rounded or split in two.
 void pack_filter(FilterOrder const& order, FilterSource const& source, void const* weight,
                  void* filter, cudaStream_t stream);
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "conv/sm90/runs/epilogue.hpp"
+#include "conv/sm90/runs/interleave.hpp"
 #include "conv/sm90/runs/operand.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
@@ -29,9 +30,25 @@ __device__ __forceinline__ int kept(int value) {
 
 inline constexpr int kNoStage = -1;
 
+// By a tap so many columns from a position's own, which before it only the lower half of the
+// block's columns have, and behind it the upper. Halves one by one even where both have it: ptxas
+// serialises products of two shapes with the same accumulators.
+template <class Traits>
+__device__ __forceinline__ void multiply_columns(uint32_t const (&positions)[4], uint64_t tap,
+                                                 float (&sums)[kAccumulators], int delta) {
+  using Mma = typename Traits::HalfMma;
+  using Half = std::make_integer_sequence<int, kAccumulators / 2>;
+  constexpr uint32_t kHalfUnits = kBlockN / 2;  // of 16 bytes, one for each column
+  if (delta <= 0) multiply_part<Mma, 0>(positions, tap, sums, Half{});
+  if (delta >= 0) {
+    multiply_part<Mma, kAccumulators / 2>(positions, tap + kHalfUnits, sums, Half{});
+  }
+}
+
 template <class Traits>
 __device__ __forceinline__ void consume(Params const& p, Header& header, Memory const& memory,
-                                        float* moments, int consumer, int channel0) {
+                                        float* moments, int consumer,
+                                        Block<Traits::kOwnTaps> const& block) {
   using Mma = typename Traits::Mma;
   using Indices = std::make_integer_sequence<int, kAccumulators>;
   constexpr int kConsumers = Traits::kConsumers;
@@ -55,7 +72,7 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
   uint32_t const tap_stride = p.streams_filter ? uint32_t(memory.stage_stride) >> 4 : 0;
   // From a tap's big part to its small one.
   uint32_t const small = Traits::kSplits ? uint32_t(p.filter_stage_bytes) / 2 >> 4 : 0;
-  int const steps = p.k_iterations * p.filter_rows;
+  int const steps = block.k_iterations() * block.filter_rows();
   device::RingCursor cursor;
   if (!p.streams_filter) wait_for(&header.barriers.filter, 0);
 
@@ -83,7 +100,7 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
     shape.quads(row, column, tile.quad0 + quad);
     // Quads beyond the tile's read some line, to no effect.
     int const line_in_box =
-        min(row - tile.row0, shape.lines - 1 - p.dilation_h * (p.filter_rows - 1));
+        min(row - tile.row0, shape.lines - 1 - p.dilation_h * (block.filter_rows() - 1));
     uint32_t const own = memory.box + line_in_box * shape.line_bytes + channel * pitch +
                          (column * kQuad + shape.lead) * Traits::kElementBytes;
     int const row_step = kept(p.dilation_h * shape.line_bytes);
@@ -117,7 +134,7 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
     auto const turn_to_next = [&](bool more) {
       next_tap = tap + kTaps * (kTapBytes >> 4);
       ended = kNoStage;
-      if (++filter_row == p.filter_rows) {
+      if (++filter_row == block.filter_rows()) {
         // The stage's loads are through, but not the products with its part of the filter.
         filter_row = 0;
         next_tap += small;
@@ -147,8 +164,14 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
         cute::warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
-          multiply<Mma>(operands[kSet][0][i + t], at(t * (kTapBytes >> 4)), sums[i],
-                        gmma::ScaleOut::One, Indices{});
+          uint32_t const units = t * (kTapBytes >> 4);
+          if constexpr (Traits::kOwnTaps) {
+            multiply_columns<Traits>(operands[kSet][0][i + t], at(units), sums[i],
+                                     t - Traits::kWindow.before);
+          } else {
+            multiply<Mma>(operands[kSet][0][i + t], at(units), sums[i], gmma::ScaleOut::One,
+                          Indices{});
+          }
         }
         cute::warpgroup_commit_batch();
       };
@@ -239,11 +262,11 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
     }
     if (own_index != index) continue;
     if constexpr (Traits::kInterleaves) {
-      interleave_tile<Traits>(p, sums, channel0, OwnPhases(p, tile, quad, row, column),
-                              header.bias);
+      interleave_tile<Traits>(p, sums, index, block, OwnPhases(p, tile, quad, row, column),
+                              header.bias, moments, 1 + consumer);
     } else {
       OwnQuad const quad_pixels(p, tile, quad, row, column);
-      finish_tile<Traits>(p, sums, tile, index, channel0, quad_pixels, header.bias, moments,
+      finish_tile<Traits>(p, sums, tile, index, block.channel0, quad_pixels, header.bias, moments,
                           1 + consumer);
     }
   }

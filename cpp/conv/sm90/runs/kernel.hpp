@@ -31,9 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& header = *reinterpret_cast<Header*>(shared);
   Barriers& barriers = header.barriers;
-  int block_n, ignored;
-  p.blocks_n(ignored, block_n, int(blockIdx.x));
-  int const channel0 = block_n * kBlockN;
+  Block<Traits::kOwnTaps> const block(p);
   uint32_t const start = device::shared_address(shared);
   if (threadIdx.x == 0) {
     int const readers = kWarpgroupWarps * (p.streams_filter ? kConsumers : 1);
@@ -48,17 +46,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     device::fence_async_proxy();
   }
   if (threadIdx.x == 0 && !p.streams_filter) {
-    int const bytes = p.k_iterations * p.filter_stage_bytes;
+    int const bytes = block.k_iterations() * block.filter_stage_bytes();
+    int64_t const before = int64_t(block.number) * p.k_iterations * p.filter_stage_bytes;
     device::arrive_and_expect(&barriers.filter, bytes);
-    device::bulk_load(start + kHeaderBytes, p.filter + int64_t(block_n) * bytes, bytes,
-                      &barriers.filter);
+    device::bulk_load(start + kHeaderBytes, p.filter + before, bytes, &barriers.filter);
   }
   if (threadIdx.x < kBlockN) {
-    int const channel = channel0 + int(threadIdx.x);
-    int own = channel;
-    if constexpr (Traits::kInterleaves) own = p.phases.div(channel);
-    header.bias[threadIdx.x] = p.bias != nullptr && channel < p.out_channels
-                                   ? device::to_float(static_cast<T const*>(p.bias)[own])
+    int channel = block.channel0 + int(threadIdx.x);
+    if constexpr (Traits::kOwnTaps) {
+      channel = block.channel0 + p.phase_blocks.column(int(threadIdx.x)).channel;
+    } else if constexpr (Traits::kInterleaves) {
+      channel = p.phases.div(channel);
+    }
+    header.bias[threadIdx.x] = p.bias != nullptr && channel < p.tensor_channels
+                                   ? device::to_float(static_cast<T const*>(p.bias)[channel])
                                    : 0.0f;
   }
   __syncthreads();
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     auto* const moments = reinterpret_cast<float*>(shared + Memory::moments(p));
     consume<Traits>(p, header, Memory(p, start, warpgroup),
-                    moments + warpgroup * kWarpgroupWarps * kMomentFloats, warpgroup, channel0);
+                    moments + warpgroup * kWarpgroupWarps * kMomentFloats, warpgroup, block);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     int const ring = threadIdx.x % kWarpgroupThreads / 32;
@@ -75,10 +76,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     Maps const maps{&first, &last};
     if (p.streams_filter) {
       if (ring == 0) {
-        produce<Traits, kConsumers>(p, barriers, Memory(p, start, 0), shared, 0, block_n, maps);
+        produce<Traits, kConsumers>(p, barriers, Memory(p, start, 0), shared, 0, block, maps);
       }
     } else if (ring < kConsumers) {
-      produce<Traits, 1>(p, barriers, Memory(p, start, ring), shared, ring, block_n, maps);
+      produce<Traits, 1>(p, barriers, Memory(p, start, ring), shared, ring, block, maps);
     }
   }
 }

@@ -20,8 +20,8 @@
 namespace fusedconv::conv::sm90::runs {
 
 inline std::string name_of(Math math, Window const& window, bool interleaves) {
-  if (interleaves) return detail::join("sm90_runs_", traits_of(math).name, "_interleaved");
-  return detail::join("sm90_runs_", traits_of(math).name, "_", window.before, "_", window.after);
+  return detail::join("sm90_runs_", traits_of(math).name, interleaves ? "_interleaved_" : "_",
+                      window.before, "_", window.after);
 }
 
 template <class Traits>
@@ -31,8 +31,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   Params const p = Params::of(a);
   // Whole sets of blocks, one for each 64 output channels. Few tiles spread over multiprocessors.
   int const sets = std::max(1, config.multiprocessors / s.blocks_n);
-  int const turns = int(ceil_div(p.tile_count, s.streams_filter ? Traits::kConsumers : 1));
-  int const blocks = std::min(turns, sets) * s.blocks_n;
+  int blocks = std::min(turns_of(p), sets) * s.blocks_n;
+  if constexpr (Traits::kOwnTaps) blocks = p.first_block[s.block_steps.size()];
   check_launch(a, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
   check_launch(a, "launch",
@@ -43,7 +43,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 template <Math kMath, int kBefore, int kAfter, bool kInterleaves>
 void launch(Arguments const& a, cudaStream_t stream) {
   // What is stored before the activation, and has no moments, needs none.
-  bool const is_activated = kInterleaves || a.activates_output || a.partials != nullptr;
+  constexpr bool kTakesMoments = !kInterleaves || kBefore + kAfter > 0;
+  bool const is_activated = !kTakesMoments || a.activates_output || a.partials != nullptr;
   Activation const activation = is_activated ? a.activation : Activation::kIdentity;
   dispatch_activation(activation, [&](auto form) {
     launch_kernel<Traits<kMath, kBefore, kAfter, kInterleaves, decltype(form)>>(a, stream);
@@ -61,7 +62,8 @@ void append_row(std::vector<Row>& rows) {
 }
 
 // A row for each window: of three columns with no padding, half of a filter's row and all of it, of
-// two with all of it, and of one column, alone or of each sub-pixel phase.
+// two with all of it, and of one column. Of sub-pixel phases what filters read that are as large as
+// their stride, half again, and twice as large.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 2, 0>(rows);
@@ -70,6 +72,11 @@ void append_rows(std::vector<Row>& rows) {
   append_row<kMath, 0, 1>(rows);
   append_row<kMath, 0, 0>(rows);
   append_row<kMath, 0, 0, true>(rows);
+  // In strict fp32 sums of as many steps would be less exact than eager's, of fewer products.
+  if constexpr (traits_of(kMath).parts == 1) {
+    append_row<kMath, 0, 1, true>(rows);
+    append_row<kMath, 1, 1, true>(rows);
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::runs

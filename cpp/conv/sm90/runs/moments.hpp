@@ -58,6 +58,21 @@ __device__ __forceinline__ void exchange(float (&sums)[kCount], int bit) {
   }
 }
 
+// Sums of kLeft channels of a lane over the eight lanes that have them too, which differ in kBit
+// and the bits below it down to 4: each has those of one in the end.
+template <int kLeft, int kBit, int kCount>
+__device__ __forceinline__ float sum_over_lanes(float (&sums)[kCount]) {
+  if constexpr (kBit < 4) {
+    return sums[0];
+  } else if constexpr (kLeft > 1) {
+    exchange<kLeft / 2>(sums, kBit);
+    return sum_over_lanes<kLeft / 2, kBit / 2>(sums);
+  } else {
+    sums[0] += __shfl_xor_sync(~0u, sums[0], kBit);
+    return sum_over_lanes<1, kBit / 2>(sums);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void to_floats(device::Pack<T, kQuad> const (&packs)[2],
                                           float (&floats)[2][kQuad]) {
@@ -128,6 +143,47 @@ class LaneSums {
   float sums_[2 * kChannelPairs];
   float squares_[2 * kChannelPairs];
   float shifts_[2];  // of the pair of channels whose sums the lane has in the end
+};
+
+// The same of a lane that has kChannels channels, all their phases along width: channel 4 c + t of
+// the block where t is the lane modulo 4.
+template <int kChannels>
+class PhaseSums {
+ public:
+  // Of channel c of the lane; the first `count` values are pixels.
+  template <int kCount>
+  __device__ __forceinline__ void add(int c, float const (&values)[kCount], int count) {
+    float const shift = __shfl_sync(~0u, values[0], threadIdx.x % 4);
+    if (own_channel() == c) shift_ = shift;
+    float sum = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float const d = i < count ? values[i] - shift : 0.0f;
+      sum += d;
+      squares = fmaf(d, d, squares);
+    }
+    sums_[c] = sum;
+    squares_[c] = squares;
+  }
+
+  __device__ __forceinline__ void store(WarpMoments& warp) {
+    float const sum = sum_over_lanes<kChannels, 16>(sums_);
+    float const squares = sum_over_lanes<kChannels, 16>(squares_);
+    int const channel = own_channel() * 4 + threadIdx.x % 4;
+    warp.shift[channel] = shift_;
+    warp.sum[channel] = sum;
+    warp.squares[channel] = squares;
+  }
+
+ private:
+  // Of which a lane has the warp's sums in the end.
+  __device__ __forceinline__ static int own_channel() {
+    return int(threadIdx.x) % 32 / 4 * kChannels / 8;
+  }
+
+  float sums_[kChannels];
+  float squares_[kChannels];
+  float shift_;
 };
 
 }  // namespace fusedconv::conv::sm90::runs

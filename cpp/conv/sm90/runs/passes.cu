@@ -26,6 +26,8 @@ FilterOrder order_of(Config const& config, PhasePlanes const& planes, bool rever
           .interleaves_halves = config.traits().element_bytes() == 4,
           .zeros = s.blocks_n,
           .phases = config.phases,
+          .phase_blocks = s.phase_blocks,
+          .before = {c.lower_padding_d, c.lower_padding_h, c.lower_padding_w},
           .planes = planes,
           .reverses_taps = reverses_taps};
 }
@@ -46,7 +48,9 @@ void pack_phases(Config const& config, FilterSource const& source, PhasePlanes c
 void merge_moments(Config const& config, GroupNormProblem const& problem,
                    groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
                    cudaStream_t stream) {
-  launch_merge_moments(problem, config.schedule.tiles, TilePixels::of(config), partials, targets,
+  GroupNormProblem by_phase = problem;
+  by_phase.channels *= config.phases.d.count * config.phases.h.count;
+  launch_merge_moments(by_phase, config.schedule.tiles, TilePixels::of(config), partials, targets,
                        stream);
 }
 

@@ -24,44 +24,45 @@ struct Maps {
 // kBoxes: of a stage.
 template <class Traits, int kBoxes>
 __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, Memory const& memory,
-                                        unsigned char* shared, int ring, int block_n,
-                                        Maps const& maps) {
+                                        unsigned char* shared, int ring,
+                                        Block<Traits::kOwnTaps> const& block, Maps const& maps) {
   uint64_t* const full = barriers.full[ring];
   uint64_t* const empty = barriers.empty[ring];
   int volatile* const turn = barriers.turn[ring];
   uint32_t const start = device::shared_address(shared);
   unsigned char* const boxes = shared + (memory.box - start);
   unsigned char const* const filter =
-      p.filter + int64_t(block_n) * p.k_iterations * p.filter_stage_bytes;
+      p.filter + int64_t(block.number) * p.k_iterations * p.filter_stage_bytes;
   device::RingCursor cursor;
   cursor.parity = 1;
-  Turns turns(p, block_n);
+  Turns turns(p, block.number, block.sets);
   while (turns.next < turns.count) {
     int const current = turns.next;
-    turns.take(p);
+    turns.take();
     // Input columns line up with the output's: the window reads as far before as padding reaches.
     int x[kBoxes], y[kBoxes], d[kBoxes], sample[kBoxes];
     CUtensorMap const* map[kBoxes];
-    int bytes = kBoxes > 1 ? p.filter_stage_bytes : 0;
+    int bytes = kBoxes > 1 ? block.filter_stage_bytes() : 0;
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       Tile const tile(p.raster, min(current * kBoxes + i, p.tile_count - 1));
       Raster::Shape const& shape = p.raster.shapes[tile.shape];
       map[i] = tile.shape == 0 ? maps.first : maps.last;
       x[i] = tile.column0 - shape.lead;
-      y[i] = tile.row0 - p.lower_h;
-      d[i] = tile.slice - p.lower_d;
+      y[i] = tile.row0 - block.lower_h();
+      d[i] = tile.slice - block.lower_d();
       sample[i] = tile.sample;
       bytes += shape.bytes;
     }
     int depth_tap = 0, k_block = 0;
-    for (int k = 0; k < p.k_iterations; ++k) {
+    for (int k = 0; k < block.k_iterations(); ++k) {
       wait_for(&empty[cursor.stage], cursor.parity);
       turn[cursor.stage] = current;
       device::arrive_and_expect(&full[cursor.stage], bytes);
       unsigned char* const target = boxes + cursor.stage * memory.stage_stride;
       // Beyond the last depth tap come channels that are not there.
-      int const channel = (depth_tap == p.depth_taps ? p.k_blocks : k_block) * Traits::kKBlock;
+      int const channel =
+          (depth_tap == block.depth_taps() ? p.k_blocks : k_block) * Traits::kKBlock;
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
         cute::SM90_TMA_LOAD_5D::copy(map[i], &full[cursor.stage],
@@ -71,8 +72,8 @@ __device__ __forceinline__ void produce(Params const& p, Barriers& barriers, Mem
       }
       if constexpr (kBoxes > 1) {
         device::bulk_load(memory.filter + cursor.stage * memory.stage_stride,
-                          filter + int64_t(k) * p.filter_stage_bytes, p.filter_stage_bytes,
-                          &full[cursor.stage]);
+                          filter + int64_t(k) * block.filter_stage_bytes(),
+                          block.filter_stage_bytes(), &full[cursor.stage]);
       }
       if (++k_block == p.k_blocks) {
         k_block = 0;

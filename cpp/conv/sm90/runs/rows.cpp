@@ -11,19 +11,31 @@ std::vector<Row> const& rows() {
   return all;
 }
 
+namespace {
+
+Phases const& checked(Row const& row, ConvProblem const& problem, Phases const& phases) {
+  auto const name = [&] {
+    return detail::join(phases.d.count, "x", phases.h.count, "x", phases.w.count);
+  };
+  FUSEDCONV_CHECK(row.interleaves || phases.all() == 1, row.name, ": phases: got ", name(),
+                  ", expected 1x1x1");
+  FUSEDCONV_CHECK(phases.d.count > 0 && phases.h.count > 0 && phases.w.count > 0 &&
+                      problem.k % phases.all() == 0,
+                  row.name, ": phases: got ", name(), " of ", problem.k, " output channels");
+  return phases;
+}
+
+}  // namespace
+
 Config::Config(Row const& row, ConvProblem const& problem, Phases const& phases, Layout layout,
                bool aligned, bool padded_lines, Device const& device)
     : row(&row),
       problem(problem),
-      phases(phases),
+      phases(checked(row, problem, phases)),
       multiprocessors(device.multiprocessors),
       line(padded_lines ? round_up(problem.w, 16 / traits_of(row.math).element_bytes())
                         : problem.w),
-      schedule(schedule_of(problem, row.math, row.window, layout, aligned, padded_lines, device)) {
-  FUSEDCONV_CHECK(row.interleaves || phases.all() == 1, row.name, ": phases: got ", phases.d, "x",
-                  phases.h, "x", phases.w, ", expected 1x1x1");
-  FUSEDCONV_CHECK(phases.all() > 0 && problem.k % phases.all() == 0, row.name, ": phases: got ",
-                  phases.d, "x", phases.h, "x", phases.w, " of ", problem.k, " output channels");
-}
+      schedule(schedule_of(problem, row.math, row.window, row.interleaves ? &phases : nullptr,
+                           layout, aligned, padded_lines, device)) {}
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -55,20 +55,23 @@ struct Config {
   // How the input is read, for a person.
   std::string reads() const { return "nchw, TMA"; }
   MathTraits const& traits() const { return traits_of(row->math); }
+  // By tile, channel and phase along depth and height; phases along width are of one.
   int64_t partial_bytes_per_sample() const {
-    return int64_t(schedule.tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
+    return int64_t(schedule.tiles) * (problem.k / phases.w.count) *
+           int64_t(sizeof(groupnorm::Partial));
   }
 };
 
 // The extents of a problem's weight, and the channels of its output.
 inline FilterSource weight_of(Config const& config) {
   ConvProblem const& p = config.problem;
+  if (!config.row->interleaves) return {.c = p.c, .k = p.k, .t = p.t, .r = p.r, .s = p.s};
   Phases const& phases = config.phases;
   return {.c = p.c,
           .k = p.k / phases.all(),
-          .t = p.t * phases.d,
-          .r = p.r * phases.h,
-          .s = p.s * phases.w};
+          .t = phases.d.kernel,
+          .r = phases.h.kernel,
+          .s = phases.w.kernel};
 }
 inline int64_t output_channels_of(Config const& config) {
   return config.problem.k / config.phases.all();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "conv/axis.hpp"
 #include "conv/sm90/schedule.hpp"
 #include "fusedconv/check.hpp"
 
@@ -19,6 +20,16 @@ constexpr int kWantedSharedStages = 4;
 constexpr double kWorthStaying = 1.25;
 // What a stage less than wanted costs, of all.
 constexpr double kMissingStage = 0.2;
+constexpr int kFar = 1 << 14;  // of a tap's input from a position
+
+// Of a phase's axis whose output is the stride times the input.
+Axis axis_of(Phases::Axis const& phase, int input) {
+  return Axis::of({.input = input,
+                   .output = input * phase.count,
+                   .kernel = phase.kernel,
+                   .stride = phase.count,
+                   .padding = phase.padding});
+}
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -114,7 +125,9 @@ double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, i
   int const wanted = s.streams_filter && !strict ? kWantedSharedStages : kWantedStages;
   // A consumer waits for its next stage before it releases the one before the present. Where a
   // stage is a single filter row, those must be two different ones.
-  int const fewest = kFewestStages + (s.streams_filter && p.r == 1 ? 1 : 0);
+  bool single = p.r == 1;
+  for (BlockSteps const& steps : s.block_steps) single = single || steps.filter_rows == 1;
+  int const fewest = kFewestStages + (s.streams_filter && single ? 1 : 0);
   double best = 0.0;
   for (int stages = wanted; stages >= fewest; --stages) {
     int64_t const limit = (left / stages - beside) / consumers / 128 * 128;
@@ -132,10 +145,78 @@ double fit(Schedule& s, ConvProblem const& p, Math math, Window const& window, i
   return best;
 }
 
+// An even number of filter rows, so that operands alternate between two sets of registers.
+int even_iterations(int iterations, int filter_rows) {
+  return iterations % 2 == 1 && filter_rows % 2 == 1 ? iterations + 1 : iterations;
+}
+
+// Gives phases taps of their own, blocks of one phase each along depth and height.
+Support divide_taps(Schedule& s, ConvProblem const& p, Window const& window, Phases const& phases) {
+  PhaseBlocks& blocks = s.phase_blocks;
+  int const most[] = {p.t, p.r};
+  Phases::Axis const* const rows[] = {&phases.d, &phases.h};
+  PhaseBlocks::Taps* const taps[] = {blocks.depth, blocks.height};
+  int const extents[] = {p.d, p.h};
+  for (int axis = 0; axis < 2; ++axis) {
+    Phases::Axis const& phase = *rows[axis];
+    if (phase.count > kMostRowPhases) {
+      return Support::no(detail::join("its stride along ", axis == 0 ? "depth" : "height", " is ",
+                                      phase.count, ", up to ", kMostRowPhases, " is served"));
+    }
+    Axis const lowered = axis_of(phase, extents[axis]);
+    for (int i = 0; i < phase.count; ++i) {
+      conv::Phase const found = lowered.phase(i);
+      if (found.taps == 0) {
+        return Support::no(
+            detail::join("phase ", i, " along ", axis == 0 ? "depth" : "height", " has no taps"));
+      }
+      int const lowest = found.shift - (found.taps - 1);
+      if (found.taps > kFar || lowest < -kFar || lowest > kFar) {
+        return Support::no("its taps reach too far");
+      }
+      FUSEDCONV_CHECK(found.taps <= most[axis], "sm90_runs: phase ", i, " has ", found.taps,
+                      " taps, the problem ", most[axis]);
+      taps[axis][i] = {.lowest = int16_t(lowest), .count = int16_t(found.taps)};
+    }
+  }
+  int const count = phases.w.count;
+  if (count != 2 && count != 4 && count != 8) {
+    return Support::no(
+        detail::join("its stride along width is ", count, "; 2, 4 and 8 have halves of phases"));
+  }
+  Axis const width = axis_of(phases.w, p.w);
+  for (int i = 0; i < count; ++i) {
+    conv::Phase const found = width.phase(i);
+    bool const upper = i >= count / 2;
+    int const lowest = found.shift - (found.taps - 1);
+    // A product with a tap that is not there would make NaN of what is infinite.
+    int const from = upper ? 0 : -window.before, to = upper ? window.after : 0;
+    if (found.taps != to - from + 1 || lowest != from) {
+      return Support::no(detail::join("phase ", i, " along width reads inputs from ", lowest,
+                                      " to ", found.shift, " of a position; from ", from, " to ",
+                                      to, " is served"));
+    }
+  }
+  blocks.half_phases = count / 2;
+  blocks.channel_blocks = int(ceil_div(p.k / phases.all(), blocks.channels()));
+  s.blocks_n = phases.d.count * phases.h.count * blocks.channel_blocks;
+  s.k_iterations = 0;
+  for (int d = 0; d < phases.d.count; ++d) {
+    for (int h = 0; h < phases.h.count; ++h) {
+      BlockSteps steps;
+      steps.filter_rows = blocks.height[h].count;
+      steps.k_iterations = even_iterations(blocks.depth[d].count * s.k_blocks, steps.filter_rows);
+      s.k_iterations = std::max(s.k_iterations, steps.k_iterations);
+      s.block_steps.push_back(steps);
+    }
+  }
+  return Support::yes();
+}
+
 }  // namespace
 
-Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layout layout,
-                     bool aligned, bool padded_lines, Device const& device) {
+Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Phases const* phases,
+                     Layout layout, bool aligned, bool padded_lines, Device const& device) {
   if (device.architecture != kArchitecture) {
     return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
                                 kArchitecture % 10, ", the device has ", device.architecture / 10,
@@ -161,10 +242,13 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Layo
   Schedule s;
   int const k_block = kKBlockBytes / element;
   s.k_blocks = int(ceil_div(p.c, k_block));
-  // An even number of filter rows, so that operands alternate between two sets of registers.
-  s.k_iterations = p.t * s.k_blocks;
-  if (s.k_iterations % 2 == 1 && p.r % 2 == 1) ++s.k_iterations;
+  s.k_iterations = even_iterations(p.t * s.k_blocks, p.r);
   s.blocks_n = int(ceil_div(p.k, kBlockN));
+  if (phases != nullptr && window.size() > 1) {
+    if (Support const support = divide_taps(s, p, window, *phases); !support) {
+      return refused(support.reason);
+    }
+  }
   s.filter_stage_bytes = traits_of(math).parts * p.r * p.s * kTapBytes;
   Schedule streamed = s;
   streamed.streams_filter = true;

@@ -12,9 +12,11 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
+#include "conv/sm90/phase_blocks.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/support.hpp"
 #include "fusedconv/types.hpp"
@@ -63,6 +65,14 @@ struct Tiling {
   int slice_tiles() const { return strips * tiles; }
 };
 
+// What a tile of a block of columns takes, where phases have taps of their own.
+struct BlockSteps {
+  int k_iterations = 0;
+  int filter_rows = 0;
+
+  int all() const { return k_iterations * filter_rows; }
+};
+
 // What a launch of one problem looks like. All sizes are counts unless they say bytes.
 struct Schedule {
   Support support;
@@ -79,14 +89,19 @@ struct Schedule {
   int box_bytes = 0;           // of a stage for one consumer
   int filter_stage_bytes = 0;  // of kBlockN output channels, for a k-iteration: part after part
   int64_t filter_bytes = 0;    // packed, and a counter for each block of output channels
+  PhaseBlocks phase_blocks;
+  std::vector<BlockSteps> block_steps;  // by phase along depth and height, of its blocks
   int shared_bytes = 0;
 
   int64_t block_filter_bytes() const { return int64_t(k_iterations) * filter_stage_bytes; }
 };
 
-// aligned: the input's address is a multiple of 16 bytes; padded_lines: so is the distance from one
-// of its lines to the next, whatever their width.
-Schedule schedule_of(ConvProblem const& problem, Math math, Window const& window, Layout layout,
-                     bool aligned, bool padded_lines, Device const& device);
+// phases: that are output channels, or null; aligned: the input's address is a multiple of 16
+// bytes; padded_lines: so is the distance from one of its lines to the next, whatever their width.
+// Where phases have taps of their own, the problem's along depth and height are as many as any of
+// them has.
+Schedule schedule_of(ConvProblem const& problem, Math math, Window const& window,
+                     Phases const* phases, Layout layout, bool aligned, bool padded_lines,
+                     Device const& device);
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -69,6 +69,7 @@ class NormalizeMerging final : public Step {
                                 name_of(Layout::kChannelsFirst));
     expect<Config, std::string>(config, "output layout", name_of(problem.output_layout),
                                 name_of(Layout::kChannelsFirst));
+    expect(config, "phases", config.phases.all(), 1);
   }
 
   std::string describe() const override {

@@ -6,16 +6,19 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-// Of a sample's tile.
+// Of a sample's tile, for an output channel and, where phases have taps of their own, one along
+// depth and height.
 struct TilePixels {
   Raster raster;
+  int of_position;
 
   static TilePixels of(Config const& config) {
-    return {Raster::of(config.problem, config.schedule, config.traits().element_bytes())};
+    return {Raster::of(config.problem, config.schedule, config.traits().element_bytes()),
+            config.phases.w.count};
   }
 
   __device__ __forceinline__ int operator()(int tile) const {
-    return Tile(raster, tile).pixels(raster);
+    return Tile(raster, tile).pixels(raster) * of_position;
   }
 };
 

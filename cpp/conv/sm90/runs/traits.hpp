@@ -21,6 +21,7 @@ template <>
 struct Instruction<Math::kTf32> {
   using Element = float;
   using Mma = gmma::MMA_64x64x8_F32TF32TF32_RS_TN<>;
+  using HalfMma = gmma::MMA_64x32x8_F32TF32TF32_RS_TN<>;  // of half of the columns
 };
 template <>
 struct Instruction<Math::kTf32x3> : Instruction<Math::kTf32> {};
@@ -28,11 +29,13 @@ template <>
 struct Instruction<Math::kF16> {
   using Element = __half;
   using Mma = gmma::MMA_64x64x16_F32F16F16_RS<gmma::Major::K, gmma::Major::K>;
+  using HalfMma = gmma::MMA_64x32x16_F32F16F16_RS<gmma::Major::K, gmma::Major::K>;
 };
 template <>
 struct Instruction<Math::kBF16> {
   using Element = __nv_bfloat16;
   using Mma = gmma::MMA_64x64x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::K>;
+  using HalfMma = gmma::MMA_64x32x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::K>;
 };
 
 inline constexpr int kAccumulators = 64 * kBlockN / kWarpgroupThreads;  // of an instruction
@@ -45,10 +48,12 @@ struct Traits {
   static constexpr Math kMath = kMath_;
   static constexpr Window kWindow{kBefore, kAfter};
   static constexpr bool kInterleaves = kInterleaves_;  // sub-pixel phases in the output
-  using Form = Form_;                                  // the activation
+  static constexpr bool kOwnTaps = kInterleaves && kWindow.size() > 1;  // by phase
+  using Form = Form_;                                                   // the activation
 
   using Element = typename Instruction<kMath>::Element;
   using Mma = typename Instruction<kMath>::Mma;
+  using HalfMma = typename Instruction<kMath>::HalfMma;
 
   static constexpr int kElementBytes = int(sizeof(Element));
   static constexpr int kKBlock = kKBlockBytes / kElementBytes;  // channels

@@ -9,6 +9,7 @@ another dtype asks for a second tensor. A row is a filter's reach to either side
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from fusedconv.kernels.cuda.convolution import InPlaceRow
 from fusedconv.kernels.cuda.program import FAMILIES, ForwardProgram, NotBuiltForward
 from fusedconv.kernels.cuda.sm90 import Sm90Row
 from fusedconv.layout import line_pitch
-from fusedconv.lowering import Phase, lower
+from fusedconv.lowering import AxisPhase, Phase, lower
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
@@ -146,27 +147,68 @@ INTERLEAVING_COSTS = InterleavingCosts(
 
 
 class InterleavingRunsSm90(RunsSm90):
-    """A row for filters as large as their strides: a matrix product whose output channels are the
-    sub-pixel phases of each channel, which the epilogue stores side by side."""
+    """A row for strided problems: a convolution of stride 1 whose output channels are the sub-pixel
+    phases of each channel, which the epilogue stores side by side. Where the filter is as large as
+    its stride along width, phases share their taps, which are those that any of them has; else a
+    block of columns has phases whose taps are the same, but for halves along width.
+    """
+
+    def takes_moments(self, problem: ForwardProblem, config: Any) -> bool:
+        return self.own_taps
+
+    def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
+        InPlaceRow.finish(self, program, config, input, partials)
 
     def lowered(self, problem: ForwardProblem) -> Phase | Support:
         conv = problem.conv
         assert conv is not None
-        if conv.kernel_size != conv.stride:
-            return Support.no(f"the filter is {conv.kernel_size}, the stride {conv.stride}")
-        if any((*conv.padding, *conv.output_padding)) or set(conv.dilation) != {1}:
+        if math.prod(conv.stride) == 1:
+            return Support.no("its stride is 1, which has no phases to interleave")
+        if set(conv.dilation) != {1}:
+            return Support.no(f"dilation is {conv.dilation}, only 1 is served")
+        outputs = tuple(map(operator.mul, problem.spatial, conv.stride))
+        if problem.output_spatial != outputs:
             return Support.no(
-                f"padding {conv.padding}, output padding {conv.output_padding}, dilation "
-                f"{conv.dilation}; only 0, 0 and 1 are served"
+                f"its output is {problem.output_spatial}, not {outputs}: as many pixels of each "
+                "phase as the input has are served"
             )
-        if problem.norm_groups:
-            return Support.no("leaves no moments for the normalisation")
-        return next(iter(lower(conv, problem.spatial)))
+        axes = lower(conv, problem.spatial).axes
+        before, after = zip(*map(_reach, axes), strict=True)
+        taps = [low + 1 + high for low, high in zip(before, after, strict=True)]
+        if self.own_taps:
+            taps[:2] = [max(1, *(phase.taps for phase in phases)) for phases in axes[:2]]
+        elif any(
+            phase.taps < most for most, phases in zip(taps, axes, strict=True) for phase in phases
+        ):
+            # A product with a tap that is not there would make NaN of what is infinite.
+            return Support.no(
+                f"the filter is {conv.kernel_size}, the stride {conv.stride}: phases do not all "
+                "have the same taps"
+            )
+        depth, height, width = taps
+        extents, strides = by_axis(problem.spatial), by_axis(conv.stride)
+        return Phase(
+            input=extents,
+            output=extents,
+            taps=(depth, height, width),
+            first_tap=(0, 0, 0),
+            tap_step=(-strides[0], -strides[1], -strides[2]),
+            lower_padding=before,
+            dilation=(1, 1, 1),
+            output_offset=(0, 0, 0),
+            output_step=strides,
+        )
+
+    @property
+    def own_taps(self) -> bool:
+        """Whether phases have taps of their own, where the filter reaches beyond a column."""
+        return sum(self.row.window) > 0
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         lowered, conv = self.lowered(problem), problem.conv
         assert isinstance(lowered, Phase) and conv is not None
         pads = _pads(problem)
+        axes = by_axis(conv.stride), by_axis(conv.kernel_size), by_axis(conv.padding, 0)
         return self.config_of(
             problem,
             lowered,
@@ -174,7 +216,7 @@ class InterleavingRunsSm90(RunsSm90):
             device,
             copied=pads,
             padded_lines=pads,
-            phases=by_axis(conv.stride),
+            phases=tuple(zip(*axes, strict=True)),
         )
 
     def convolve(
@@ -197,15 +239,18 @@ class InterleavingRunsSm90(RunsSm90):
         chunk = self.chunk(problem, config)
         size = problem.dtype.itemsize
         lines = max(tiling.lines for tiling in config.tilings if tiling.strips)
-        step = max(costs.step[self.precision], lines * costs.line)
-        tile = config.k_iterations * step + costs.tile[size]
-        # Tiles of a consumer; three work side by side.
-        consumers = max(1, device.multiprocessors // config.blocks_n) * config.consumers
-        rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
-        cycles = math.ceil(chunk * config.tiles / consumers) * tile * rounds
         assert problem.conv is not None
-        if problem.conv.stride[-1] > 2 and self.precision != "fp32":
-            cycles *= costs.wide
+        if self.own_taps:
+            cycles = self._own_cycles(problem, device, config, chunk)
+        else:
+            step = max(costs.step[self.precision], lines * costs.line)
+            tile = config.k_iterations * step + costs.tile[size]
+            # Tiles of a consumer; three work side by side.
+            consumers = max(1, device.multiprocessors // config.blocks_n) * config.consumers
+            rounds = math.ceil(config.blocks_n / max(1, device.multiprocessors))
+            cycles = math.ceil(chunk * config.tiles / consumers) * tile * rounds
+            if problem.conv.stride[-1] > 2 and self.precision != "fp32":
+                cycles *= costs.wide
         chunks = -(-problem.batch // chunk)
         moved = (problem.input_elements + problem.output_elements) * size
         conv = max(chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved))
@@ -213,7 +258,74 @@ class InterleavingRunsSm90(RunsSm90):
             conv += costs.padding * device.copy_milliseconds(2 * problem.input_elements * size)
             conv += chunks * device.launch_milliseconds
         conv += config.filter_bytes / size * costs.pack * 1e3
+        if problem.norm_groups and not self.own_taps:
+            conv += device.copy_milliseconds(problem.output_elements * size)
         return conv + self.milliseconds_beside(problem, device, chunks)
+
+    def _own_cycles(
+        self, problem: ForwardProblem, device: Device, config: Any, chunk: int
+    ) -> float:
+        """Of a multiprocessor, where phases have taps of their own: blocks of columns share the
+        multiprocessors by what they take, a tile of each consumer at a time."""
+        costs = OWN_TAPS_COSTS[problem.dtype.itemsize]
+        # Taps beside a position's own multiply half of the columns.
+        columns = (1 + sum(self.row.window)) / 2 + 0.5
+        tap = columns * (costs.streamed_tap if config.streams_filter else costs.tap)
+        lines = max(tiling.lines for tiling in config.tilings if tiling.strips)
+        stage = costs.stage + lines * costs.line
+        tile = costs.tile + (costs.moments if problem.norm_groups else 0.0)
+        steps = config.block_steps
+        blocks = config.blocks_n // len(steps)
+        each = sum(blocks * (n * (rows * tap + stage) + tile) for n, rows in steps)
+        sets = max(1, device.multiprocessors // config.blocks_n)
+        rounds = math.ceil(chunk * config.tiles / (sets * config.consumers))
+        tiles = max(chunk * config.tiles, rounds * sets * config.consumers)
+        cycles = costs.launch + tiles * each / max(1, device.multiprocessors)
+        assert problem.conv is not None
+        if problem.conv.stride[-1] == 8:
+            cycles *= costs.widest
+        return float(cycles * (costs.few_stages if config.stages < 4 else 1.0))
+
+
+@dataclass(frozen=True)
+class OwnTapsCosts:
+    """What the same multiplies where phases have taps of their own, in cycles of a
+    multiprocessor."""
+
+    #: A filter row's tap of all columns, and that where the filter passes through the ring.
+    tap: float
+    streamed_tap: float
+    #: A stage, and each line of its box.
+    stage: float
+    line: float
+    #: A tile beside these, what its moments take, and a launch.
+    tile: float
+    moments: float
+    launch: float
+    #: All of these over their sum: with 8 phases along width, and with fewer stages than 4.
+    widest: float = 1.25
+    few_stages: float = 1.4
+
+
+#: By bytes of an element; from the times of 17 layers in TF32 and bf16 on an H200.
+OWN_TAPS_COSTS = {
+    2: OwnTapsCosts(
+        tap=74.0, streamed_tap=114.0, stage=96.0, line=23.0, tile=760.0, moments=300.0,
+        launch=9500.0,
+    ),
+    4: OwnTapsCosts(
+        tap=40.0, streamed_tap=78.0, stage=115.0, line=20.0, tile=2350.0, moments=300.0,
+        launch=3000.0,
+    ),
+}  # fmt: skip
+
+
+def _reach(phases: tuple[AxisPhase, ...]) -> tuple[int, int]:
+    """Inputs before and after a position that any phase along an axis reads."""
+    read = [phase for phase in phases if phase.taps]
+    before = max(phase.lower_padding for phase in read)
+    after = max(phase.taps - 1 - phase.lower_padding for phase in read)
+    return max(0, before), max(0, after)
 
 
 def _pads(problem: ForwardProblem) -> bool:

@@ -441,6 +441,17 @@ def test_differences_are_counted_in_pieces(monkeypatch):
     assert found["largest_difference"] == float("inf")
 
 
+def test_host_times_of_both(tmp_path, capsys):
+    path = tmp_path / "new" / "host.json"
+    script("host").main(["--calls", "1", "--rounds", "2", "--output", str(path)])
+    found = json.loads(path.read_text())
+    cells = {(r["precision"], r["shape"][-1], r["contender"]) for r in found["records"]}
+    assert len(cells) == len(found["records"]) == 2 * 4 * 2
+    assert all(0.0 < r["least_us"] <= r["median_us"] for r in found["records"])
+    assert found["header"]["processor"]
+    assert capsys.readouterr().out.count("\n") == 2 + len(cells)
+
+
 def test_agreement_of_the_small_sizes(tmp_path, capsys):
     path = tmp_path / "new" / "agreement.json"
     script("agreement").main(["--small", "--contender", "fusedconv", "--output", str(path)])

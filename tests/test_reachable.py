@@ -53,6 +53,8 @@ SIZES = (
 PATCHES = ((4, (37, 37), 4), (4, (40, 40), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
 #: As vocoders upsample a line: by half the kernel.
 LINES = ((8, (4096,), 16),)
+#: As decoders double a plane or a line.
+DOUBLED = ((16, (128, 128), 3), (16, (128, 128), 4), (8, (40000,), 4))
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
@@ -67,12 +69,15 @@ def asked_for(precision: str, layout: str, groups: int, **fields: object) -> For
 
 def convolutions() -> Iterator[ForwardProblem]:
     for precision, layout, (channels, out), (batch, spatial, kernel) in itertools.product(
-        DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES, *LINES)
+        DTYPES, LAYOUTS, CHANNELS, (*SIZES, *PATCHES, *LINES, *DOUBLED)
     ):
         weight = torch.empty(channels, out, *(kernel,) * len(spatial), device="meta")
         size = batch, spatial, kernel
         stride = kernel if size in PATCHES else kernel // 2 if size in LINES else 1
-        for padding in {0, kernel // 2, kernel - 1}:
+        paddings, extra = {0, kernel // 2, kernel - 1}, 0
+        if size in DOUBLED:
+            stride, paddings, extra = 2, {1}, kernel % 2
+        for padding in paddings:
             each = asked_for(
                 precision,
                 layout,
@@ -81,7 +86,10 @@ def convolutions() -> Iterator[ForwardProblem]:
                 channels=channels,
                 spatial=spatial,
                 conv=geometry_of(
-                    weight, padding=(padding,) * len(spatial), stride=(stride,) * len(spatial)
+                    weight,
+                    padding=(padding,) * len(spatial),
+                    stride=(stride,) * len(spatial),
+                    output_padding=(extra,) * len(spatial),
                 ),
             )
             yield each

@@ -24,7 +24,8 @@ INTERLEAVING = [k for k in ALL_ROWS if isinstance(k, InterleavingRunsSm90)]
 ROWS = [k for k in ALL_ROWS if k not in INTERLEAVING]
 #: Of each row; together more than 2**8.
 RANDOM_PROBLEMS = 29
-#: Of an output, where rounding is compared by chance.
+#: Of an output in strict fp32, or by phases with taps of their own, whose error eager's is held
+#: against: over fewer chance may part them.
 FEWEST_VALUES = 1000
 
 
@@ -246,7 +247,7 @@ def test_random_problems_of_interleaving_rows(kernel, force, monkeypatch):
     while served < 2 * RANDOM_PROBLEMS:
         case = random_interleaving_problem(kernel, generator)
         values = case["batch"] * case["out"] * math.prod(case["spatial"])
-        if values < FEWEST_VALUES:
+        if (precision == "fp32" or kernel.own_taps) and values < FEWEST_VALUES:
             continue
         # Sums of few products in strict fp32 are refused; other problems follow.
         served += fused_against_fp64(case, DTYPES[precision], precision)

@@ -34,9 +34,9 @@ def rows() -> list:
     return _C.sm90.runs.rows() if HAS_ROWS else []
 
 
-def shared_tap_rows() -> list:
-    """Those whose phases, if any, have all taps."""
-    return [row for row in rows() if not row.interleaves or row.window == (0, 0)]
+def has_own_taps(row) -> bool:
+    """Whether its phases have taps of their own."""
+    return row.interleaves and row.window != (0, 0)
 
 
 def row_of(math_name: str, window: tuple[int, int]):
@@ -56,8 +56,13 @@ def parts(row) -> int:
 
 
 def config(row, *, channels=64, out=64, output=(1, 258, 258), taps=(1, 3), dilation=(1, 1), **kw):
-    """``taps`` and ``dilation`` along depth and height; the row's window is along width."""
+    """``taps`` and ``dilation`` along depth and height; the row's window is along width. Where
+    phases have taps of their own there are two, along width."""
     before, after = row.window
+    if has_own_taps(row):
+        out *= 2
+        width = {1: (2, 3, 1), 2: (2, 4, 1)}[before + after]
+        kw["phases"] = ((1, taps[0], 0), (1, taps[1], 0), width)
     taps = (*taps, before + 1 + after)
     dilation = (*dilation, 1)
     lower = (0, 0, before) if "lower" not in kw else (*kw.pop("lower"), before)
@@ -82,6 +87,7 @@ def config(row, *, channels=64, out=64, output=(1, 258, 258), taps=(1, 3), dilat
         aligned=kw.pop("aligned", True),
         padded_lines=kw.pop("padded_lines", False),
         device=kw.pop("device", H200).compiled,
+        **kw,
     )
 
 
@@ -136,7 +142,7 @@ def phases_of(stride: int, window: tuple[int, int]) -> tuple[tuple[int, int, int
     return ((1, 1, 0), (stride, stride, 0), (stride, kernel, padding))
 
 
-@pytest.mark.parametrize("row", shared_tap_rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_tiles_cover_every_output_once(row):
     generator = random.Random(row.name)
     several = last = 0
@@ -189,7 +195,7 @@ def test_tiles_cover_every_output_once(row):
     assert last > 20
 
 
-@pytest.mark.parametrize("row", shared_tap_rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_shared_memory_holds_filter_and_rings(row):
     generator = random.Random(row.name)
     served = streamed = 0
@@ -209,7 +215,7 @@ def test_shared_memory_holds_filter_and_rings(row):
         k_blocks = math.ceil(channels / (32 // element_bytes(row)))
         assert made.support
         served += 1
-        assert made.blocks_n == math.ceil(out / 64)
+        assert made.blocks_n == math.ceil(out / (32 if has_own_taps(row) else 64))
         assert made.k_iterations in (taps[0] * k_blocks, taps[0] * k_blocks + 1)
         assert made.k_iterations * taps[1] % 2 == 0
         steps = made.k_iterations * taps[1] * (sum(row.window) + 1)
@@ -520,7 +526,7 @@ def test_phases_that_do_not_divide_in_halves_are_refused(last, reason):
 
 
 @pytest.mark.parametrize("channels", [8, 48, 300])
-def test_blocks_of_phases_share_the_multiprocessors_by_their_steps(channels):
+def test_blocks_of_phases_have_the_steps_of_their_taps(channels):
     weight = torch.empty(64, channels, 3, 3, 3)
     asked = upsampling(
         spatial=(16, 16, 32),

@@ -227,7 +227,6 @@ struct Turns {
   unsigned* counter;
   int count;
   int next;
-
   int producers;
 
   // sets: blocks that share them.

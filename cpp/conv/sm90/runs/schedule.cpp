@@ -159,23 +159,23 @@ Support divide_taps(Schedule& s, ConvProblem const& p, Window const& window, Pha
   int const extents[] = {p.d, p.h};
   for (int axis = 0; axis < 2; ++axis) {
     Phases::Axis const& phase = *rows[axis];
+    char const* const name = axis == 0 ? "depth" : "height";
     if (phase.count > kMostRowPhases) {
-      return Support::no(detail::join("its stride along ", axis == 0 ? "depth" : "height", " is ",
-                                      phase.count, ", up to ", kMostRowPhases, " is served"));
+      return Support::no(detail::join("its stride along ", name, " is ", phase.count, ", up to ",
+                                      kMostRowPhases, " is served"));
     }
     Axis const lowered = axis_of(phase, extents[axis]);
     for (int i = 0; i < phase.count; ++i) {
       conv::Phase const found = lowered.phase(i);
       if (found.taps == 0) {
-        return Support::no(
-            detail::join("phase ", i, " along ", axis == 0 ? "depth" : "height", " has no taps"));
+        return Support::no(detail::join("phase ", i, " along ", name, " has no taps"));
       }
       int const lowest = found.shift - (found.taps - 1);
       if (found.taps > kFar || lowest < -kFar || lowest > kFar) {
         return Support::no("its taps reach too far");
       }
-      FUSEDCONV_CHECK(found.taps <= most[axis], "sm90_runs: phase ", i, " has ", found.taps,
-                      " taps, the problem ", most[axis]);
+      FUSEDCONV_CHECK(found.taps <= most[axis], "sm90_runs: problem: taps along ", name, ": got ",
+                      most[axis], ", expected at least the ", found.taps, " of phase ", i);
       taps[axis][i] = {.lowest = int16_t(lowest), .count = int16_t(found.taps)};
     }
   }

@@ -191,7 +191,7 @@ class InterleavingRunsSm90(RunsSm90):
             input=extents,
             output=extents,
             taps=(depth, height, width),
-            first_tap=(0, 0, 0),
+            first_tap=(0, 0, 0),  # each phase has its own: the config is told what makes them
             tap_step=(-strides[0], -strides[1], -strides[2]),
             lower_padding=before,
             dilation=(1, 1, 1),
@@ -241,7 +241,7 @@ class InterleavingRunsSm90(RunsSm90):
         lines = max(tiling.lines for tiling in config.tilings if tiling.strips)
         assert problem.conv is not None
         if self.own_taps:
-            cycles = self._own_cycles(problem, device, config, chunk)
+            cycles = self._own_cycles(problem, device, config, chunk, lines)
         else:
             step = max(costs.step[self.precision], lines * costs.line)
             tile = config.k_iterations * step + costs.tile[size]
@@ -263,15 +263,15 @@ class InterleavingRunsSm90(RunsSm90):
         return conv + self.milliseconds_beside(problem, device, chunks)
 
     def _own_cycles(
-        self, problem: ForwardProblem, device: Device, config: Any, chunk: int
+        self, problem: ForwardProblem, device: Device, config: Any, chunk: int, lines: int
     ) -> float:
         """Of a multiprocessor, where phases have taps of their own: blocks of columns share the
-        multiprocessors by what they take, a tile of each consumer at a time."""
+        multiprocessors by what they take, a tile of each consumer at a time. ``lines``: of a
+        box."""
         costs = OWN_TAPS_COSTS[problem.dtype.itemsize]
         # Taps beside a position's own multiply half of the columns.
         columns = (1 + sum(self.row.window)) / 2 + 0.5
         tap = columns * (costs.streamed_tap if config.streams_filter else costs.tap)
-        lines = max(tiling.lines for tiling in config.tilings if tiling.strips)
         stage = costs.stage + lines * costs.line
         tile = costs.tile + (costs.moments if problem.norm_groups else 0.0)
         steps = config.block_steps

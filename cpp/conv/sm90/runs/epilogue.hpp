@@ -12,7 +12,6 @@
 #include "conv/sm90/runs/moments.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
-#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "fusedconv/activation.hpp"
 
@@ -183,22 +182,10 @@ __device__ __forceinline__ void finish_tile(Params const& p,
     std::conditional_t<sums_up.value, LaneSums<kWidth != 0>, NoSums> sums;
     finish_values<Traits, kWidth, activated.value>(p, accumulators, tile, channel0, own, bias,
                                                    sums);
-    if constexpr (sums_up.value) {
-      WarpMoments& mine = moments_of(moments, threadIdx.x % kWarpgroupThreads / 32);
-      sums.store(mine);
-      int const pixels = __reduce_add_sync(~0u, own.count) / 4;  // four lanes share a quad
-      if (threadIdx.x % 32 == 0) mine.count = float(pixels);
-      device::sync_threads(barrier, kWarpgroupThreads);
-      int const channel = threadIdx.x % kWarpgroupThreads;
-      if (channel < kBlockN && channel0 + channel < p.out_channels) {
-        p.partials[int64_t(index) * p.out_channels + channel0 + channel] =
-            merge_warps(moments, channel).partial();
-      }
-      device::sync_threads(barrier, kWarpgroupThreads);
-    }
+    if constexpr (sums_up.value) sums.store(own_moments(moments));
   };
   // Straight code for each way of storing: branches between the stores would cost more than they
-  // decide.
+  // decide. Warps may have different ones, and meet behind them.
   auto const finish_all = [&](auto activated, auto sums_up) {
     bool const eights = (p.out_channels - channel0) % 8 == 0;
     int const width = __reduce_max_sync(~0u, eights ? own.width : 0);
@@ -208,6 +195,12 @@ __device__ __forceinline__ void finish_tile(Params const& p,
       finish(std::integral_constant<int, 2>{}, activated, sums_up);
     } else {
       finish(std::integral_constant<int, 0>{}, activated, sums_up);
+    }
+    if constexpr (sums_up.value) {
+      merge_tile(moments, own.count, min(kBlockN, p.out_channels - channel0), barrier,
+                 [&](int channel, groupnorm::Partial const& partial) {
+                   p.partials[int64_t(index) * p.out_channels + channel0 + channel] = partial;
+                 });
     }
   };
   if (p.partials == nullptr) {

@@ -8,7 +8,6 @@
 #include "conv/sm90/runs/moments.hpp"
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
-#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "fusedconv/activation.hpp"
 
@@ -186,19 +185,15 @@ __device__ __forceinline__ void finish_halves(Params const& p,
     std::conditional_t<sums_up.value, PhaseSums<kChannels>, NoSums> sums;
     interleave_halves<Traits, kHalf, activated.value>(p, accumulators, block, own, bias, sums);
     if constexpr (sums_up.value) {
-      WarpMoments& mine = moments_of(moments, threadIdx.x % kWarpgroupThreads / 32);
-      sums.store(mine);
-      int const positions = __reduce_add_sync(~0u, own.count) / 4;  // four lanes share a quad
-      if (threadIdx.x % 32 == 0) mine.count = float(positions * 2 * kHalf);
-      device::sync_threads(barrier, kWarpgroupThreads);
-      int const channel = block.channel0 + int(threadIdx.x) % kWarpgroupThreads;
-      if (channel < min(block.channel0 + 4 * kChannels, p.tensor_channels)) {
-        int const row_phases = p.phases.divisor / p.phases_w.divisor;
-        int const phase = block.phase_d * p.phases_h.divisor + block.phase_h;
-        int64_t const at = (int64_t(index) * p.tensor_channels + channel) * row_phases + phase;
-        p.partials[at] = merge_warps(moments, channel - block.channel0).partial();
-      }
-      device::sync_threads(barrier, kWarpgroupThreads);
+      sums.store(own_moments(moments));
+      int const row_phases = p.phases.divisor / p.phases_w.divisor;
+      int const phase = block.phase_d * p.phases_h.divisor + block.phase_h;
+      merge_tile(
+          moments, own.count * 2 * kHalf, min(4 * kChannels, p.tensor_channels - block.channel0),
+          barrier, [&](int channel, groupnorm::Partial const& partial) {
+            int64_t const all = int64_t(index) * p.tensor_channels + block.channel0 + channel;
+            p.partials[all * row_phases + phase] = partial;
+          });
     }
   };
   if (p.partials == nullptr) {

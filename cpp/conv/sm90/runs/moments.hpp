@@ -8,6 +8,7 @@
 
 #include "conv/sm90/runs/params.hpp"
 #include "conv/sm90/runs/traits.hpp"
+#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "groupnorm/moments.hpp"
 
@@ -44,6 +45,23 @@ __device__ __forceinline__ device::Moments merge_warps(float* base, int channel)
         part.squares[channel] + fmaf(2.0f * difference, part.sum[channel], moved * difference);
   }
   return device::shifted_moments(count, shift, sum, squares);
+}
+
+__device__ __forceinline__ WarpMoments& own_moments(float* base) {
+  return moments_of(base, threadIdx.x % kWarpgroupThreads / 32);
+}
+
+// By the warpgroup, whose warps have stored their sums: write(channel, partial) for each of so many
+// channels. pixels: of the lane's quad in a channel, which it shares with three others.
+template <class Write>
+__device__ __forceinline__ void merge_tile(float* moments, int pixels, int channels, int barrier,
+                                           Write const& write) {
+  int const all = __reduce_add_sync(~0u, pixels) / 4;
+  if (threadIdx.x % 32 == 0) own_moments(moments).count = float(all);
+  device::sync_threads(barrier, kWarpgroupThreads);
+  int const channel = threadIdx.x % kWarpgroupThreads;
+  if (channel < channels) write(channel, merge_warps(moments, channel).partial());
+  device::sync_threads(barrier, kWarpgroupThreads);
 }
 
 // Lanes that differ in one bit share the sums of 2 kHalf channels: each keeps kHalf of both.

@@ -21,6 +21,25 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   return result;
 }
 
+__device__ __forceinline__ float4 load_quad(uint32_t address) {
+  float4 result;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(result.x), "=f"(result.y), "=f"(result.z), "=f"(result.w)
+               : "r"(address));
+  return result;
+}
+
+// Four matrices of eight rows of 16 bytes each, from what the instructions of tensor cores leave in
+// lanes' registers. Lanes 8 i to 8 i + 7 have the addresses of the i-th's rows.
+__device__ __forceinline__ void store_matrices([[maybe_unused]] uint32_t address,
+                                               [[maybe_unused]] uint4 const& matrices) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+               : "memory");
+#endif
+}
+
 // ---- mbarriers ----
 
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {

@@ -15,6 +15,10 @@ namespace fusedconv::device {
 
 inline constexpr int kTileThreads = 256;
 
+// A block's number from the end of the grid: of what a pass before wrote or read in ascending
+// order, the last may still lie in the L2 cache.
+__device__ __forceinline__ unsigned block_from_last() { return gridDim.x - 1 - blockIdx.x; }
+
 // kChannels rows of kPixels elements, seen as 4-byte words of one or two neighbouring pixels. Runs
 // of 512 bytes along pixels keep DRAM pages open; one word more than a row has lets accesses
 // through columns touch each bank at most twice.
@@ -42,6 +46,21 @@ struct TransposeTile {
   }
   __device__ __forceinline__ T& element(int channel, int pixel) {
     return reinterpret_cast<T*>(words + channel * kRow)[pixel];
+  }
+};
+
+// Where a block's tile is in [sample, pixel, channel], from the last on. Neighbours have other
+// channels of the same pixels, so that DRAM pages stay open channels last.
+template <class Tile>
+struct TilePlace {
+  int64_t sample, pixel, channel;  // the tile's first
+
+  __device__ __forceinline__ TilePlace(unsigned pixel_tiles, unsigned channel_tiles) {
+    unsigned const block = block_from_last();
+    unsigned const pixels = block / channel_tiles;
+    sample = pixels / pixel_tiles;
+    pixel = int64_t(pixels % pixel_tiles) * Tile::kPixels;
+    channel = int64_t(block % channel_tiles) * Tile::kChannels;
   }
 };
 

@@ -28,8 +28,9 @@ template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     normalize_planes(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                      int64_t pixels, int64_t split_size, int splits) {
-  int const plane = int(blockIdx.x / unsigned(splits));
-  int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
+  unsigned const block = device::block_from_last();
+  int const plane = int(block / unsigned(splits));
+  int64_t const begin = int64_t(block % unsigned(splits)) * split_size;
   auto const channel = [&] {
     return ChannelAffine::of(affine, plane / affine.channels, plane % affine.channels);
   };
@@ -71,8 +72,9 @@ __global__ void __launch_bounds__(kThreads)
                    int64_t row_channels, int64_t pixels, int64_t block_rows, unsigned row_blocks,
                    RowMap map) {
   extern __shared__ float4 table[];  // [kVector][map.columns]
-  int64_t const sample = blockIdx.x / row_blocks;
-  int64_t const row_block = blockIdx.x % row_blocks;
+  unsigned const block = device::block_from_last();
+  int64_t const sample = block / row_blocks;
+  int64_t const row_block = block % row_blocks;
   int const map_row = int(threadIdx.x) / map.columns;
   int const column = int(threadIdx.x) % map.columns;
   int const first = int(blockIdx.y) * map.columns * kVector;
@@ -124,14 +126,15 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(device::kTileThreads)
     normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
-                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles) {
+                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles,
+                                unsigned channel_tiles) {
   using Tile = device::TransposeTile<U>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
   __shared__ Tile tile;
-  int64_t const sample = blockIdx.x / pixel_tiles;
-  int64_t const pixel0 = int64_t(blockIdx.x % pixel_tiles) * Tile::kPixels;
-  int const channel0 = int(blockIdx.y) * Tile::kChannels;
+  device::TilePlace<Tile> const place(pixel_tiles, channel_tiles);
+  int64_t const sample = place.sample, pixel0 = place.pixel;
+  int const channel0 = int(place.channel);
 
   constexpr int kIn = 16 / sizeof(T);
   constexpr int kInLanes = Tile::kChannels / kIn;
@@ -275,15 +278,17 @@ void launch_tiles(GroupNormProblem const& p, T const* input, U* output, Affine c
                   cudaStream_t stream) {
   using Tile = device::TransposeTile<U>;
   int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
-  dim3 const grid = device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles,
-                                         ceil_div(p.channels, Tile::kChannels));
+  int64_t const channel_tiles = ceil_div(p.channels, Tile::kChannels);
+  dim3 const grid =
+      device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles * channel_tiles);
   device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
     if constexpr (vector.value * sizeof(U) <= 16) {
       dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
           p, [&](auto known) {
             device::launch(normalize_to_channels_first<T, U, vector.value, known.value>, grid,
                            device::kTileThreads, 0, stream, input, output, affine,
-                           p.input_row_channels(), p.pixels, unsigned(pixel_tiles));
+                           p.input_row_channels(), p.pixels, unsigned(pixel_tiles),
+                           unsigned(channel_tiles));
           });
     }
   });

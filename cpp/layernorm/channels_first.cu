@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks<T, kKnown>)
   float2* const table = reinterpret_cast<float2*>(shared);  // [held, to whole packs]
   float* const sums = reinterpret_cast<float*>(table + parts * kPacks);
 
-  int64_t const pixel = (int64_t(blockIdx.x % tiles) << lane_bits | lane) * kVector;
-  int64_t const base = int64_t(blockIdx.x / tiles) * affine.channels * pixels + pixel;
+  unsigned const block = device::block_from_last();
+  int64_t const pixel = (int64_t(block % tiles) << lane_bits | lane) * kVector;
+  int64_t const base = int64_t(block / tiles) * affine.channels * pixels + pixel;
   int const first = part * kPacks;
   int const last = pixel < pixels ? affine.channels : 0;
   auto const exists = [&](int k) { return (kWhole ? first : first + k) < last; };

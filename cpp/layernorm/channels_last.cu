@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads, kKnown == groupnorm::kAnyActivati
     return ((k * (kVector / kPair) + pair) << lane_bits | lane) * kPair;
   };
 
-  int64_t const row = int64_t(blockIdx.x) * (groups * kRows) + group;
+  int64_t const row = int64_t(device::block_from_last()) * (groups * kRows) + group;
   int64_t const base = row * affine.channels + lane * kVector;
   int64_t const row_step = int64_t(groups) * affine.channels;
   int const pack_step = kVector << lane_bits;

@@ -25,14 +25,14 @@ __device__ __forceinline__ T rounded(T value) {
 template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
     channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
-                           int64_t padded_channels, int64_t pixels, unsigned pixel_tiles) {
+                           int64_t padded_channels, int64_t pixels, unsigned pixel_tiles,
+                           unsigned channel_tiles) {
   using Tile = device::TransposeTile<T>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
   __shared__ Tile tile;
-  int64_t const sample = blockIdx.x / pixel_tiles;
-  int64_t const pixel0 = int64_t(blockIdx.x % pixel_tiles) * Tile::kPixels;
-  int64_t const channel0 = int64_t(blockIdx.y) * Tile::kChannels;
+  device::TilePlace<Tile> const place(pixel_tiles, channel_tiles);
+  int64_t const sample = place.sample, pixel0 = place.pixel, channel0 = place.channel;
   T const* const source = input + (sample * channels + channel0) * pixels + pixel0;
 
   constexpr int kLanes = Tile::kPixels / kVector;
@@ -164,12 +164,13 @@ void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, vo
   }
   using Tile = device::TransposeTile<T>;
   int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
-  dim3 const grid = device::checked_grid("channels_first_to_last", p.batch * pixel_tiles,
-                                         ceil_div(p.padded_channels, Tile::kChannels));
+  int64_t const channel_tiles = ceil_div(p.padded_channels, Tile::kChannels);
+  dim3 const grid =
+      device::checked_grid("channels_first_to_last", p.batch * pixel_tiles * channel_tiles);
   device::dispatch_vector<T>(source, p.pixels, [&](auto vector) {
     device::launch(channels_first_to_last<T, vector.value, kRound>, grid, device::kTileThreads, 0,
                    stream, source, target, p.channels, p.padded_channels, p.pixels,
-                   unsigned(pixel_tiles));
+                   unsigned(pixel_tiles), unsigned(channel_tiles));
   });
   FUSEDCONV_CUDA("channels_first_to_last", cudaGetLastError());
 }

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(16) U tile[kRows * row_of(sizeof(U))];
 
   Raster const& raster = p.raster;
-  int block = int(blockIdx.x);
+  int block = int(device::block_from_last());
   int const parts = raster.block_n / kColumns;
   int const part = block % parts;
   block /= parts;

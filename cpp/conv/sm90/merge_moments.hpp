@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
-#include "cuda/launch.hpp"
-#include "cuda/tile.hpp"
 #include "cutlass/fast_math.h"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
+#include "groupnorm/merge_parts.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::sm90 {
@@ -53,26 +52,27 @@ __device__ __forceinline__ groupnorm::Statistics merged_statistics(
   return device::statistics_of(device::merge_block<kMergeThreads>(running), p.eps);
 }
 
-// One block per sample and group.
+// A tile's partial moments, with its pixels for their count.
 template <class Pixels>
-__global__ void __launch_bounds__(kMergeThreads)
-    merge_moments_kernel(MergeParams const p, Pixels const pixels,
-                         groupnorm::Partial const* __restrict__ partials,
-                         groupnorm::StatisticsTargets targets) {
-  auto const statistics = merged_statistics(p, pixels, partials, int(blockIdx.x));
-  if (threadIdx.x == 0) device::store(targets, blockIdx.x, statistics);
-}
+struct TileParts {
+  groupnorm::Partial const* __restrict__ partials;
+  Pixels pixels;
+  int tiles, channels;
+
+  __device__ __forceinline__ groupnorm::CountedPartial operator()(int64_t sample, int tile,
+                                                                  int channel) const {
+    return {float(pixels(tile)), partials[(sample * tiles + tile) * channels + channel]};
+  }
+};
 
 // Of problem.batch samples with so many tiles each.
 template <class Pixels>
 void launch_merge_moments(GroupNormProblem const& problem, int tiles, Pixels const& pixels,
                           groupnorm::Partial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
-  dim3 const grid =
-      device::checked_grid("sm90 merge_moments", problem.batch * int64_t(problem.groups));
-  FUSEDCONV_CUDA("sm90 merge_moments",
-                 device::launch(&merge_moments_kernel<Pixels>, grid, kMergeThreads, 0, stream,
-                                MergeParams::of(problem, tiles), pixels, partials, targets));
+  groupnorm::merge_parts("sm90 merge_moments", problem, tiles,
+                         TileParts<Pixels>{partials, pixels, tiles, int(problem.channels)}, targets,
+                         stream);
 }
 
 }  // namespace fusedconv::conv::sm90

@@ -45,7 +45,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
         int const segments = Traits::kSegments == 1 ? 1 : __popc(p.masks[tap]);
         int const filter_bytes = segments * Traits::kSegmentColumns * kChunkBytes;
         uint64_t* const full = &barriers.full[cursor.stage];
-        unsigned char* const stage = shared + cursor.stage * p.stage_bytes;
+        unsigned char* const stage = shared + cursor.stage * Traits::kShape.stage_bytes();
         wait_for(&barriers.empty[cursor.stage], cursor.parity);
         device::arrive_and_expect(full, box_bytes + filter_bytes);
 #pragma unroll

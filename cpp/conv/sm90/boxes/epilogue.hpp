@@ -11,6 +11,11 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
+// Of which finish() expects that OwnColumns has left the values.
+__device__ __forceinline__ Result first_result(Params const& p) {
+  return p.saves ? Result::kSaved : Result::kOutput;
+}
+
 // The results of a slab. Loops keep the code there once. shared: the consumer's.
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
@@ -29,7 +34,6 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
     });
   };
   if constexpr (kExtra == Extra::kTakesMoments) {
-    columns.leave(p, block, slab, Result::kOutput, self, shared);
     if (p.is_linear) scale_and_shift<Traits>(self, values.linear, sums);
     // Once before what is stored is activated, once behind.
 #pragma unroll 1
@@ -46,8 +50,7 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
     }
   } else {
 #pragma unroll 1
-    for (Result result = p.saves ? Result::kSaved : Result::kOutput;; result = Result::kOutput) {
-      columns.leave(p, block, slab, result, self, shared);
+    for (Result result = first_result(p);;) {
       if (p.is_linear) scale_and_shift<Traits>(self, values.linear, sums);
       if (result == Result::kSaved) {
         round();
@@ -61,6 +64,8 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
       }
       store<Traits>(p, maps, result, block, slab, self, sums, shared);
       if (result == Result::kOutput) return;
+      result = Result::kOutput;
+      columns.leave(p, block, slab, result, self, shared);
     }
   }
 }

@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     int in_flight = -1;  // the stage that products in flight read
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      uint32_t const offset = uint32_t(cursor.stage * p.stage_bytes) >> 4;
+      uint32_t const offset = uint32_t(cursor.stage * Traits::kShape.stage_bytes()) >> 4;
       uint64_t const a = positions0 + offset;
       uint64_t b = filter0 + offset;
       uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
@@ -94,13 +94,19 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       in_flight = cursor.stage;
       cursor.advance(p.stages);
     }
+    // A block by itself has the last products to hide this behind. Where two share the
+    // multiprocessor, the other's are, and the copies want the last stage back first.
+    constexpr bool kLeavesEarly = Traits::kResidents == 1;
+    Slab const slab(p, item.tile * kConsumers + self.index);
+    auto const leave = [&] {
+      if (slab.present) columns.leave(p, block, slab, first_result(p), self, staged);
+    };
+    if constexpr (kLeavesEarly) leave();
     cute::warpgroup_wait<0>();
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     if (in_flight >= 0) release(in_flight);
-
-    Slab const slab(p, item.tile * kConsumers + self.index);
-    if (!slab.present) continue;
-    finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged);
+    if constexpr (!kLeavesEarly) leave();
+    if (slab.present) finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged);
   }
 }
 
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
   Consumer const self{.index = role,
                       .thread = thread,
                       .warp = __reduce_max_sync(~0u, thread / 32),
-                      .lane = thread % 32};
+                      .lane = int(threadIdx.x % 32u)};
   consume<Traits, kExtra>(p, maps, barriers, shared, self);
   // Shared memory lives until all copies have read it.
   if (self.thread == 0) device::wait_stores_read();

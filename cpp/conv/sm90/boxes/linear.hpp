@@ -5,8 +5,10 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "conv/sm90/boxes/columns.hpp"
+#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
@@ -122,14 +124,32 @@ class OwnColumns {
   uint32_t weight_[kOwn] = {}, norm_bias_[kOwn] = {};
 };
 
+// For a lane's pairs of neighbouring columns from the first of `by_column` on, eight apart:
+// body(number, values of both). A barrier keeps apart what loads some and what uses them: the
+// compiler would load each into the registers of the one before, and wait for it.
+template <int kPairs, class Body>
+__device__ __forceinline__ void for_each_pair(Consumer const& self, float2 const* by_column,
+                                              Body const& body) {
+  constexpr int kTogether = std::gcd(kPairs, 4);
+  uint32_t const own = device::shared_address(by_column + self.lane % 4 * 2);
+#pragma unroll
+  for (int first = 0; first < kPairs; first += kTogether) {
+    float4 values[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      values[i] = device::load_quad(own + (first + i) * 8 * sizeof(float2));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) body(first + i, values[i]);
+  }
+}
+
 // by_column: scale and shift.
 template <class Traits>
 __device__ __forceinline__ void scale_and_shift(Consumer const& self, float2 const* by_column,
                                                 Sums<Traits>& sums) {
-#pragma unroll
-  for (int j = 0; j < Traits::kColumns / 8; ++j) {
-    // Of two columns.
-    float4 const own = reinterpret_cast<float4 const*>(by_column)[j * 4 + self.lane % 4];
+  for_each_pair<Traits::kColumns / 8>(self, by_column, [&](int j, float4 const& own) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float& first = sum_at<Traits>(sums, 4 * j + 2 * half);
@@ -137,7 +157,7 @@ __device__ __forceinline__ void scale_and_shift(Consumer const& self, float2 con
       first = fmaf(first, own.x, own.y);
       second = fmaf(second, own.z, own.w);
     }
-  }
+  });
 }
 
 template <class Traits>

@@ -30,7 +30,7 @@ struct Params {
   int tile_count, slab_count, blocks, sets;
   int outputs[kMostPhases][kMaxAxes];  // positions of each phase that are pixels
   int least_outputs[kMaxAxes];         // of all phases
-  int chunks, stages, stage_bytes;
+  int chunks, stages;
   int segment, store_shift;
   int piece_shift;        // channels first: positions of a copy's line, two to this
   int box_bytes;          // of a slab's copy
@@ -133,13 +133,12 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   }
   p.chunks = s.chunks;
   p.stages = s.stages;
-  p.stage_bytes = s.stage_bytes;
   p.segment = s.segment;
   p.store_shift = std::countr_zero(unsigned(s.store_columns));
   p.piece_shift = std::countr_zero(unsigned(std::min(s.store_positions, slabs.box[2])));
   p.box_bytes = slabs.positions() * kChunkBytes;
   std::copy(slabs.box.begin(), slabs.box.end(), p.box);
-  p.memory = Memory::of(config.row->shape, s.stages, s.stage_bytes);
+  p.memory = Memory::of(config.row->shape, s.stages);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
   p.segments = cutlass::FastDivmod(s.segment);
   p.slabs_d = cutlass::FastDivmod(slabs.count[0]);

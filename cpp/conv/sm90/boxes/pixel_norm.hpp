@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv/sm90/boxes/columns.hpp"
+#include "conv/sm90/boxes/linear.hpp"
 #include "layernorm/pixel.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
@@ -12,43 +13,60 @@ __device__ __forceinline__ float total_of_row(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+// body(row of the lane's two, pair of columns, column of the pair)
+template <int kPairs, class Body>
+__device__ __forceinline__ void for_each_value(Body const& body) {
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) body(half, pair, e);
+    }
+  }
+}
+
 // Normalises each pixel's channels, of which a block has kPixels times all by position. affine:
 // weight and bias by column.
 template <class Traits, int kPixels>
 __device__ __forceinline__ void normalize_pixels(Params const& p, Consumer const& self,
                                                  float2 const* affine, Sums<Traits>& sums) {
   constexpr int kChannels = Traits::kColumns / kPixels;
-  constexpr int kPairs = kChannels / 8;  // of a lane, row and pixel
+  constexpr int kPairs = kChannels / 8;  // of columns, of a lane and pixel
 #pragma unroll
   for (int pixel = 0; pixel < kPixels; ++pixel) {
+    auto const at = [&](int half, int pair, int e) -> float& {
+      return sum_at<Traits>(sums, 4 * (pixel * kPairs + pair) + 2 * half + e);
+    };
+    // Of both rows, and of even and odd columns apart: chains of additions half as long.
+    float totals[2][2] = {};
+    for_each_value<kPairs>(
+        [&](int half, int pair, int e) { totals[half][e] += at(half, pair, e); });
+    float means[2], deviations[2][2] = {}, squares[2][2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      auto const at = [&](int index) -> float& {
-        return sum_at<Traits>(sums, 4 * (pixel * kPairs + index / 2) + 2 * half + index % 2);
-      };
-      float total = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 2 * kPairs; ++i) total += at(i);
-      float const mean = total_of_row(total) * (1.0f / kChannels);
-      float deviations = 0.0f, squares = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 2 * kPairs; ++i) {
-        float const deviation = at(i) - mean;
-        deviations += deviation;
-        squares = fmaf(deviation, deviation, squares);
-      }
-      auto const statistics = layernorm::PixelStatistics::of(
-          float(kChannels), mean, total_of_row(deviations), total_of_row(squares), p.norm.eps);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        // Of two columns.
-        float4 const own =
-            reinterpret_cast<float4 const*>(affine)[(pixel * kPairs + i) * 4 + self.lane % 4];
-        float &first = at(2 * i), &second = at(2 * i + 1);
-        first = statistics.template normalized<true>(first, {own.x, own.y});
-        second = statistics.template normalized<true>(second, {own.z, own.w});
-      }
+      means[half] = total_of_row(totals[half][0] + totals[half][1]) * (1.0f / kChannels);
     }
+    for_each_value<kPairs>([&](int half, int pair, int e) {
+      float const deviation = at(half, pair, e) - means[half];
+      deviations[half][e] += deviation;
+      squares[half][e] = fmaf(deviation, deviation, squares[half][e]);
+    });
+    layernorm::PixelStatistics statistics[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      statistics[half] = layernorm::PixelStatistics::of(
+          float(kChannels), means[half], total_of_row(deviations[half][0] + deviations[half][1]),
+          total_of_row(squares[half][0] + squares[half][1]), p.norm.eps);
+    }
+    for_each_pair<kPairs>(self, affine + pixel * kChannels, [&](int pair, float4 const& own) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float &first = at(half, pair, 0), &second = at(half, pair, 1);
+        first = statistics[half].template normalized<true>(first, {own.x, own.y});
+        second = statistics[half].template normalized<true>(second, {own.z, own.w});
+      }
+    });
   }
 }
 

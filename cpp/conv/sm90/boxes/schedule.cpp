@@ -289,13 +289,12 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     s.store_columns = Memory::kPortionBytes / (kSlab * shape.segments * element);
   }
   s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
-  s.stage_bytes = (kConsumers * kSlab + shape.columns) * kChunkBytes;
   s.stages = kMostStages;
   int const most_bytes =
       (device.shared_bytes + Memory::kReservedBytes) / shape.residents - Memory::kReservedBytes;
-  while (s.stages > 0 && Memory::of(shape, s.stages, s.stage_bytes).end > most_bytes) --s.stages;
+  while (s.stages > 0 && Memory::of(shape, s.stages).end > most_bytes) --s.stages;
   if (s.stages < 2) return refused("its tiles do not fit the shared memory of a multiprocessor");
-  s.shared_bytes = Memory::of(shape, s.stages, s.stage_bytes).end;
+  s.shared_bytes = Memory::of(shape, s.stages).end;
   for (PhaseSet const& set : s.sets) {
     s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;
   }

@@ -56,6 +56,8 @@ struct Shape {
   int residents = 1;    // blocks of a multiprocessor: one's products while another stores
 
   constexpr int segment_columns() const { return columns / segments; }
+  // Of the ring: a chunk of channels for both slabs and for the filter's columns.
+  constexpr int stage_bytes() const { return (kConsumers * kSlab + columns) * kChunkBytes; }
   constexpr int staged_portions() const { return residents == 1 ? 2 : 1; }  // of a consumer
 };
 
@@ -96,7 +98,6 @@ struct Schedule {
   int blocks = 0;           // of columns
   int chunks = 0;           // of channels
   int stages = 0;
-  int stage_bytes = 0;
   int shared_bytes = 0;
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
@@ -123,9 +124,9 @@ struct Memory {
   static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
   int staged = 0, barriers = 0, end = 0;
 
-  static Memory of(Shape const& shape, int stages, int stage_bytes) {
+  static Memory of(Shape const& shape, int stages) {
     Memory m;
-    m.staged = stages * stage_bytes;
+    m.staged = stages * shape.stage_bytes();
     m.barriers = m.staged + shape.staged_portions() * kConsumers * kPortionBytes;
     m.end = m.barriers + kBarrierBytes;
     return m;

@@ -23,29 +23,60 @@ __device__ __forceinline__ void store_swizzled(unsigned char* staged, uint32_t a
           staged + at));
 }
 
-// Channels last: puts the columns of a portion where tensor copies of 2^store_shift each take them.
+// Channels last: where a portion's columns of a row lie so that tensor copies of 2^store_shift
+// columns each take them.
+template <class Traits>
+class PixelRow {
+ public:
+  // `bytes`: of the columns that the lane is ahead, up to where a row may be divided.
+  __device__ __forceinline__ PixelRow(Params const& p, uint32_t row, uint32_t bytes)
+      : row_bytes_(uint32_t(Traits::kElementBytes) << p.store_shift),
+        own_(row * row_bytes_ + bytes ^ (row * row_bytes_ >> 7 & row_bytes_ / 16 - 1) << 4) {}
+
+  // Of a column so many bytes on. Units are exchanged within a row's copy, by bits of its address.
+  __device__ __forceinline__ uint32_t at(uint32_t column) const {
+    uint32_t const within = column & (row_bytes_ - 1);
+    return (own_ ^ within) + kSlab * (column - within);
+  }
+  // Eight rows on, units are exchanged alike.
+  __device__ __forceinline__ uint32_t eight_rows() const { return 8 * row_bytes_; }
+
+ private:
+  uint32_t row_bytes_, own_;
+};
+
 template <class Traits, int kPortionIndex>
 __device__ __forceinline__ void stage_pixels(Params const& p, Consumer const& self,
                                              Sums<Traits>& sums, unsigned char* staged) {
   using T = typename Traits::Element;
   constexpr int first = kPortionIndex * Traits::kPortion / 2;
-  int const row_bytes = Traits::kElementBytes << p.store_shift;
-  uint32_t const mask = uint32_t(row_bytes) / 16 - 1;
-  int const row = self.warp * kWarpRows + self.lane / 4;
+  constexpr int kEightBytes = 8 * Traits::kElementBytes;
+  auto const pair = [&](int j, int half) {
+    int const index = first + j * 4 + half * 2;
+    return device::Pack<T, 2>::of({sum_at<Traits>(sums, index), sum_at<Traits>(sums, index + 1)});
+  };
+  int const warp_row = self.warp * kWarpRows;
+  if constexpr (sizeof(T) == 2) {
+    // Eight columns of eight rows are a matrix, whose rows eight lanes have the addresses of: of
+    // eight rows, of the eight below, and of the next eight columns of both.
+    PixelRow<Traits> const row(p, warp_row + self.lane % 16, 0);
+    uint32_t const base = device::shared_address(staged);
 #pragma unroll
-  for (int j = 0; j < Traits::kPortion / 8; ++j) {
-    int const column = j * 8 + self.lane % 4 * 2;
-    int const copy = column >> p.store_shift;
+    for (int j = 0; j < Traits::kPortion / 8; j += 2) {
+      device::store_matrices(
+          base + row.at((j + self.lane / 16) * kEightBytes),
+          {pair(j, 0).bits[0], pair(j, 1).bits[0], pair(j + 1, 0).bits[0], pair(j + 1, 1).bits[0]});
+    }
+  } else {
+    PixelRow<Traits> const row(p, warp_row + self.lane / 4,
+                               self.lane % 4 * 2 * Traits::kElementBytes);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      device::Pack<T, 2> pair;
+    for (int j = 0; j < Traits::kPortion / 8; ++j) {
+      uint32_t const at = row.at(j * kEightBytes);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        pair.values[e] = device::from_float<T>(sum_at<Traits>(sums, first + j * 4 + half * 2 + e));
+      for (int half = 0; half < 2; ++half) {
+        pair(j, half).store(reinterpret_cast<T*>(staged + at + half * row.eight_rows()));
       }
-      uint32_t const at = uint32_t(copy * kSlab + row + half * 8) * row_bytes +
-                          (column - (copy << p.store_shift)) * Traits::kElementBytes;
-      store_swizzled(staged, at, mask, pair);
     }
   }
 }

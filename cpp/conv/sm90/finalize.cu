@@ -9,6 +9,7 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/launch.hpp"
 
 namespace fusedconv::conv::sm90 {
 namespace {
@@ -34,7 +35,7 @@ struct Params {
 // 1. It loads what two warps' worth of accumulators hold, 16 bytes a thread, and normalises it.
 // 2. Channels first goes out in runs of positions, channels last in 16-byte runs of channels.
 // 3. The same again for the convolution itself, where that is wanted.
-template <class T, class U, bool kChannelsFirst, bool kActivate>
+template <class T, class U, bool kChannelsFirst, int kKnown>
 __global__ void __launch_bounds__(kThreads)
     finalize_kernel(Params const p, T const* __restrict__ input, U* __restrict__ output,
                     T* __restrict__ conv_output) {
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
 
   put([&](T value, int which) {
     return device::from_float<U>(
-        groupnorm::normalized<kActivate>(device::to_float(value), constants[which], p.affine));
+        groupnorm::normalized<kKnown>(device::to_float(value), constants[which], p.affine));
   });
   __syncthreads();
   write(output);
@@ -214,22 +215,25 @@ void finalize(Config const& config, GroupNormProblem const& problem, FinalizeTen
   p.wide = aligned && c.k * size_of(problem.dtype) % 16 == 0;
   dim3 const grid = device::checked_grid(
       "sm90 finalize", problem.batch * s.warpgroup_tiles * p.blocks_m * (s.block_n / kColumns));
-  bool const activate = problem.activation_before != Activation::kIdentity ||
-                        problem.activation_after != Activation::kIdentity;
   device::dispatch_type(problem.dtype, [&](auto t) {
     using T = decltype(t);
     auto const launch = [&](auto u) {
       using U = decltype(u);
-      device::dispatch_bool(first, [&](auto channels_first) {
-        device::dispatch_bool(activate, [&](auto activates) {
+      auto const launch_as = [&](auto known) {
+        device::dispatch_bool(first, [&](auto channels_first) {
           FUSEDCONV_CUDA(
               "sm90 finalize",
-              device::launch(&finalize_kernel<T, U, channels_first.value, activates.value>, grid,
+              device::launch(&finalize_kernel<T, U, channels_first.value, known.value>, grid,
                              kThreads, 0, stream, p, static_cast<T const*>(tensors.input),
                              static_cast<U*>(tensors.output),
                              static_cast<T*>(tensors.conv_output)));
         });
-      });
+      };
+      // A value at a time, a call for each would take longer than memory.
+      groupnorm::dispatch_known<true, groupnorm::kNoActivation, groupnorm::kReluBefore,
+                                groupnorm::kReluAfter, groupnorm::kQuickGeluBefore,
+                                groupnorm::kQuickGeluAfter, groupnorm::kQuickSiluBefore,
+                                groupnorm::kQuickSiluAfter>(problem, launch_as);
     };
     if (problem.output_dtype == problem.dtype) {
       launch(T{});

@@ -102,12 +102,14 @@ def what_follows(kernel, **arguments) -> dict:
 
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("saves", [False, True])
-def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves):
-    """Alone, the pass that normalises merges the partial moments; in the batch a kernel does."""
+@pytest.mark.parametrize(("height", "width"), [(30, 32), (64, 64)])
+def test_samples_have_the_same_bits_alone_and_in_a_batch(kernel, force, saves, height, width):
+    """Alone, the pass that normalises merges the partial moments; in the batch a kernel does. Of
+    the larger plane each of its threads has several."""
     force(kernel.name)
     dtype = DTYPES[kernel.precision]
     before, after = kernel.row.window
-    x = torch.rand(64, 20, 30, 32, device="cuda").to(dtype)
+    x = torch.rand(64, 20, height, width, device="cuda").to(dtype)
     weight = (torch.randn(20, 72, 3, before + 1 + after, device="cuda") * 0.05).to(dtype)
     weight.requires_grad_(saves)
     arguments = what_follows(kernel, padding=(1, after), activation="silu", num_groups=6)

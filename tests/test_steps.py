@@ -45,7 +45,7 @@ KERNELS = [
     (r"few_", [r"few::convolve"]),
     (r"add the few-channel weight gradient's parts", ["add_parts_of_few"]),
     (r"merge moments \+ ", ["normalize_merging_kernel"]),
-    (r"merge moments", ["groupnorm::.*merge_parts_kernel"]),
+    (r"merge moments", ["merge_moments_kernel|groupnorm::.*merge_parts_kernel"]),
     (r".*\(accumulator order -> ", ["finalize_kernel"]),
     (r"save the convolution's output \(nhwc -> nhwc\)", ["normalize_rows"]),
     (r"save the convolution's output \(nhwc -> nchw\)", ["normalize_to_channels_first"]),

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/launch.hpp"
+#include "cuda/tile.hpp"
 #include "cutlass/fast_math.h"
 #include "fusedconv/check.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -12,6 +14,8 @@
 namespace fusedconv::conv::sm90 {
 
 inline constexpr int kMergeThreads = 256;
+// Of a group's partial moments, so many the pass behind may merge in each of its blocks.
+inline constexpr int kMostMergedInPassing = 4 * kMergeThreads;
 
 struct MergeParams {
   cutlass::FastDivmod channels_per_group;
@@ -52,6 +56,16 @@ __device__ __forceinline__ groupnorm::Statistics merged_statistics(
   return device::statistics_of(device::merge_block<kMergeThreads>(running), p.eps);
 }
 
+// One block per sample and group.
+template <class Pixels>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_moments_kernel(MergeParams const p, Pixels const pixels,
+                         groupnorm::Partial const* __restrict__ partials,
+                         groupnorm::StatisticsTargets targets) {
+  auto const statistics = merged_statistics(p, pixels, partials, int(blockIdx.x));
+  if (threadIdx.x == 0) device::store(targets, blockIdx.x, statistics);
+}
+
 // A tile's partial moments, with its pixels for their count.
 template <class Pixels>
 struct TileParts {
@@ -70,9 +84,17 @@ template <class Pixels>
 void launch_merge_moments(GroupNormProblem const& problem, int tiles, Pixels const& pixels,
                           groupnorm::Partial const* partials,
                           groupnorm::StatisticsTargets const& targets, cudaStream_t stream) {
-  groupnorm::merge_parts("sm90 merge_moments", problem, tiles,
-                         TileParts<Pixels>{partials, pixels, tiles, int(problem.channels)}, targets,
-                         stream);
+  constexpr char const* kWhere = "sm90 merge_moments";
+  if (tiles * problem.channels_per_group() > kMostMergedInPassing) {
+    return groupnorm::merge_parts(kWhere, problem, tiles,
+                                  TileParts<Pixels>{partials, pixels, tiles, int(problem.channels)},
+                                  targets, stream);
+  }
+  // As the pass behind does for smaller batches: a sample has the same bits in any.
+  dim3 const grid = device::checked_grid(kWhere, problem.batch * int64_t(problem.groups));
+  FUSEDCONV_CUDA(kWhere,
+                 device::launch(&merge_moments_kernel<Pixels>, grid, kMergeThreads, 0, stream,
+                                MergeParams::of(problem, tiles), pixels, partials, targets));
 }
 
 }  // namespace fusedconv::conv::sm90

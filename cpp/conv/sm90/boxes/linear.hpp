@@ -1,7 +1,8 @@
 // Bias, scale and shift of columns, and what normalises them.
 //
-// Threads load the bias of their columns in front of the products, behind which they leave it, with
-// what else there is, in the consumer's shared memory for all.
+// Threads load the bias of their columns, in front of the products where registers allow, and leave
+// it, with what else there is, in the consumer's shared memory for all: beside the last products or
+// behind them.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +49,7 @@ template <class Traits, Extra kExtra>
 class OwnColumns {
  public:
   // Bias and a pixel's norm, in front of the products where these leave a thread registers for its
-  // only column, else behind them.
+  // only column, else when they are left.
   static constexpr bool kEarly = Traits::kResidents > 1;
   static_assert(!kEarly || Traits::kColumns <= kWarpgroupThreads);
 

@@ -28,10 +28,11 @@ __device__ __forceinline__ void store_swizzled(unsigned char* staged, uint32_t a
 template <class Traits>
 class PixelRow {
  public:
-  // `bytes`: of the columns that the lane is ahead, up to where a row may be divided.
+  // bytes: of the columns that the lane is ahead, fewer than kGranule, which at()'s are multiples
+  // of, so that they share no bits.
   __device__ __forceinline__ PixelRow(Params const& p, uint32_t row, uint32_t bytes)
       : row_bytes_(uint32_t(Traits::kElementBytes) << p.store_shift),
-        own_(row * row_bytes_ + bytes ^ (row * row_bytes_ >> 7 & row_bytes_ / 16 - 1) << 4) {}
+        own_((row * row_bytes_ + bytes) ^ (row * row_bytes_ >> 7 & (row_bytes_ / 16 - 1)) << 4) {}
 
   // Of a column so many bytes on. Units are exchanged within a row's copy, by bits of its address.
   __device__ __forceinline__ uint32_t at(uint32_t column) const {

@@ -20,8 +20,6 @@ using groupnorm::ChannelAffine;
 
 static_assert(kMergeThreads == groupnorm::kThreads, "blocks that merge and normalise");
 
-// Partial moments that each thread of a block merges.
-constexpr int kMostPartials = 4 * kMergeThreads;
 constexpr int kResidentThreads = 2048;  // of a multiprocessor
 
 // Block (split, plane).
@@ -60,7 +58,7 @@ groupnorm::Split split_of(GroupNormProblem const& p) {
 
 bool merges_in_passing(Config const& config, GroupNormProblem const& p) {
   int64_t const resident = int64_t(config.multiprocessors) * kResidentThreads / kMergeThreads;
-  return config.schedule.tiles * p.channels_per_group() <= kMostPartials &&
+  return config.schedule.tiles * p.channels_per_group() <= kMostMergedInPassing &&
          p.batch * p.channels * split_of(p).count <= resident;
 }
 

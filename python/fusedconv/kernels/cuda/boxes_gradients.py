@@ -13,7 +13,6 @@ in front, and cut behind. Nothing is split into planes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import by_axis, supports_extents
+from fusedconv.kernels.compiled import supports_extents
 from fusedconv.kernels.cuda import boxes_sm90
 from fusedconv.kernels.cuda.boxes_gradient_costs import (
     COSTS,
@@ -31,6 +30,17 @@ from fusedconv.kernels.cuda.boxes_gradient_costs import (
     bytes_milliseconds,
     input_cycles,
     weight_milliseconds,
+)
+from fusedconv.kernels.cuda.boxes_gradient_problems import (
+    filter_source,
+    grad_weight_filter,
+    input_config,
+    reads_weight,
+    rewrites_back,
+    rewrites_grad,
+    rewrites_input,
+    weight_config,
+    writes_weight,
 )
 from fusedconv.kernels.cuda.convolution import CHUNK_BYTES
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
@@ -42,12 +52,10 @@ from fusedconv.kernels.cuda.program import (
     ForwardProgram,
     NotBuiltBackward,
     allocator,
-    five_strides,
     run_program,
     supports_device,
 )
 from fusedconv.kernels.cuda.transposing import (
-    has_whole_vectors,
     padded_elements,
     transposed_to_channels_last,
     whole_channels,
@@ -55,7 +63,7 @@ from fusedconv.kernels.cuda.transposing import (
 from fusedconv.layout import LINE_BYTES, dense, dense_strides, result_layout
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.precision import COMPILED_DTYPES
-from fusedconv.problem import BackwardProblem, ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import BackwardProblem, ForwardProblem
 from fusedconv.support import Support
 
 # Slots of a program's pointers beside INPUT, the output's gradient, WEIGHT and OUTPUT, the input's
@@ -65,79 +73,6 @@ CONV_INPUT, GRAD_WEIGHT, GRAD_BIAS = range(9, 12)
 #: Boxes by blocks of columns in a launch, and samples, are counted to.
 MOST_ITEMS = (1 << 30) - 1
 MOST_SAMPLES = (1 << 31) - 128
-
-
-def gathering_problem(
-    conv: ConvTransposeGeometry, spatial: tuple[int, ...], aligned: bool, dtype: torch.dtype
-) -> _C.TransposedProblem:
-    """The ordinary convolution that takes the output's gradient to the input's, channels last,
-    pixels padded to whole 16 bytes."""
-    return _C.TransposedProblem(
-        channels=whole_channels(conv.out_channels // conv.groups, dtype),
-        output_channels=whole_channels(conv.in_channels // conv.groups, dtype),
-        groups=conv.groups,
-        input=by_axis(conv.output_spatial(spatial)),
-        output=by_axis(spatial),
-        kernel=by_axis(conv.kernel_size),
-        stride=by_axis(conv.stride),
-        padding=by_axis(conv.padding, 0),
-        dilation=by_axis(conv.dilation),
-        layout=_C.Layout.nhwc,
-        aligned=aligned,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _input_config(
-    row: int,
-    conv: ConvTransposeGeometry,
-    spatial: tuple[int, ...],
-    aligned: bool,
-    dtype: torch.dtype,
-    device: Device,
-) -> Any:
-    room = _C.sm90.boxes
-    return room.Config(
-        room.rows()[row],
-        problem=gathering_problem(conv, spatial, aligned, dtype),
-        device=device.compiled,
-        gathers=True,
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _weight_config(
-    row: int,
-    conv: ConvTransposeGeometry,
-    spatial: tuple[int, ...],
-    aligned: bool,
-    dtype: torch.dtype,
-    batch: int,
-    device: Device,
-) -> Any:
-    room = _C.sm90.boxes.weight
-    return room.Config(
-        room.rows()[row],
-        problem=gathering_problem(conv, spatial, aligned, dtype),
-        batch=batch,
-        device=device.compiled,
-    )
-
-
-def _rewrites_grad(problem: BackwardProblem) -> bool:
-    """Whether the output's gradient is transposed or padded first."""
-    forward = problem.forward
-    whole = has_whole_vectors(forward.output_channels, forward.dtype)
-    return grad_layout(problem) != "nhwc" or not whole
-
-
-def _rewrites_input(forward: ForwardProblem) -> bool:
-    return forward.layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
-
-
-def _rewrites_back(forward: ForwardProblem) -> bool:
-    """Whether the input's gradient is transposed or cut behind."""
-    return forward.output_layout != "nhwc" or not has_whole_vectors(forward.channels, forward.dtype)
 
 
 def _quickest(served: list[tuple[Any, Any]], time: Callable[[Any, Any], float]) -> tuple[Any, Any]:
@@ -225,33 +160,33 @@ class BoxesGradients(BackwardKernel):
         """The config and row for the input's gradient: the quickest by its estimate."""
         forward = problem.forward
         assert forward.conv is not None
-        aligned = problem.aligned or _rewrites_grad(problem)
+        aligned = problem.aligned or rewrites_grad(problem)
         served = forward.conv, forward.spatial, aligned, forward.dtype, device
         rows = _C.sm90.boxes.rows()
         return _quickest(
-            [(_input_config(index, *served), rows[index]) for index in self._input_rows],
+            [(input_config(index, *served), rows[index]) for index in self._input_rows],
             lambda config, row: input_cycles(config, row, forward, device, COSTS),
         )
 
     def reads_weight(self, problem: BackwardProblem, device: Device) -> bool:
         """Whether the input's gradient takes the weight as it lies, from an address that is a
         multiple of 16 bytes."""
-        return _reads_weight(self._input(problem, device)[0], problem.forward)
+        return reads_weight(self._input(problem, device)[0], problem.forward)
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
         forward = problem.forward
         assert forward.conv is not None
-        aligned = problem.aligned or _rewrites_grad(problem)
+        aligned = problem.aligned or rewrites_grad(problem)
         served = forward.conv, forward.spatial, aligned, forward.dtype, forward.batch, device
         rows = _C.sm90.boxes.weight.rows()
-        pairs = [(_weight_config(index, *served), rows[index]) for index in self.weight_rows]
+        pairs = [(weight_config(index, *served), rows[index]) for index in self.weight_rows]
         if "bias" in problem.gradients:
             pairs = [pair for pair in pairs if pair[0].sums_bias] or pairs
         return _quickest(
             pairs,
             lambda config, row: weight_milliseconds(
-                config, row, forward, device, COSTS, writes=_writes_weight(config, forward)
+                config, row, forward, device, COSTS, writes=writes_weight(config, forward)
             ),
         )
 
@@ -266,7 +201,7 @@ class BoxesGradients(BackwardKernel):
         padded_output = padded_elements(forward.output_shape, forward.dtype)
         total, launches = 0.0, 1  # of one plan, however many parts it computes
         rewritten = 0  # elements that are read and written
-        if _rewrites_grad(problem):
+        if rewrites_grad(problem):
             rewritten += forward.output_elements + padded_output
             launches += 1
         if "input" in wanted:
@@ -275,18 +210,18 @@ class BoxesGradients(BackwardKernel):
             bytes_bound = bytes_milliseconds(forward, device, costs)
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             launches += 1
-            if not _reads_weight(config, forward):
+            if not reads_weight(config, forward):
                 total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
                 launches += 1
-            if _rewrites_back(forward):
+            if rewrites_back(forward):
                 rewritten += forward.input_elements + padded_input
                 launches += 1
         if "weight" in wanted:
             config, row = self._weight(problem, device)
-            writes = _writes_weight(config, forward)
+            writes = writes_weight(config, forward)
             total += weight_milliseconds(config, row, forward, device, costs, writes=writes)
             launches += 2 - writes + (config.packed_bytes > 0) + ("bias" in wanted)
-            if _rewrites_input(forward):
+            if rewrites_input(forward):
                 rewritten += forward.input_elements + padded_input
                 launches += 1
         total += costs.transposed * device.copy_milliseconds(rewritten * size)
@@ -308,7 +243,7 @@ class BoxesGradients(BackwardKernel):
         program = ForwardProgram(gathered, device)
         compiled = program.compiled
         grad = compiled.tensor(INPUT, forward.output_elements // forward.batch * size)
-        if _rewrites_grad(problem):
+        if rewrites_grad(problem):
             grad = transposed_to_channels_last(
                 program,
                 grad,
@@ -324,7 +259,7 @@ class BoxesGradients(BackwardKernel):
             room = _C.sm90.boxes.weight
             sample = forward.channels * math.prod(forward.spatial) * size
             given = compiled.tensor(CONV_INPUT, sample)
-            if _rewrites_input(forward):
+            if rewrites_input(forward):
                 given = transposed_to_channels_last(
                     program,
                     given,
@@ -337,10 +272,10 @@ class BoxesGradients(BackwardKernel):
                 packed = program.scratch(0, config.packed_bytes)
                 compiled.per_chunk(room.PackInput(config, input=given, packed=packed))
                 given = packed
-            writes = _writes_weight(config, forward)
+            writes = writes_weight(config, forward)
             partials = program.absent if writes else program.scratch(0, config.partial_bytes)
             grad_weight = compiled.tensor(GRAD_WEIGHT, 0)
-            target = _grad_weight(conv)
+            target = grad_weight_filter(conv)
             totals = _C.layout.ChannelSums(
                 batch=1,
                 channels=conv.out_channels,
@@ -386,13 +321,13 @@ class BoxesGradients(BackwardKernel):
         conv = forward.conv
         assert conv is not None
         room, (config, _) = _C.sm90.boxes, self._input(problem, device)
-        source = _filter(conv, conv.weight_strides)
+        source = filter_source(conv, conv.weight_strides)
         output = program.output
-        if _rewrites_back(forward):
+        if rewrites_back(forward):
             channels = whole_channels(forward.channels, forward.dtype)
             sample = channels * math.prod(forward.spatial) * forward.dtype.itemsize
             output = program.scratch(sample)
-        if _reads_weight(config, forward):
+        if reads_weight(config, forward):
             program.compiled.per_chunk(
                 room.ConvolveByWeight(
                     config, source=source, input=grad, weight=program.weight, output=output
@@ -415,7 +350,7 @@ class BoxesGradients(BackwardKernel):
                     partials=program.absent,
                 )
             )
-        if _rewrites_back(forward):
+        if rewrites_back(forward):
             verb = "cut" if forward.output_layout == "nhwc" else "transpose"
             program.transpose(
                 output,
@@ -423,35 +358,6 @@ class BoxesGradients(BackwardKernel):
                 row_channels=channels,
                 name=f"{verb} the input's gradient",
             )
-
-
-def _reads_weight(config: Any, forward: ForwardProblem) -> bool:
-    """Whether the input's gradient reads the weight as it lies, and not packed first."""
-    conv = forward.conv
-    assert conv is not None
-    return bool(config.reads_weight(_filter(conv, conv.weight_strides)))
-
-
-def _grad_weight(conv: ConvTransposeGeometry) -> Any:
-    """The weight's gradient, which is dense, as ``_filter`` describes the weight."""
-    return _filter(conv, dense_strides(conv.weight_shape, conv.weight_layout))
-
-
-def _writes_weight(config: Any, forward: ForwardProblem) -> bool:
-    """Whether the row writes the weight's gradient itself, and leaves no parts to be added."""
-    assert forward.conv is not None
-    return bool(config.writes(_grad_weight(forward.conv)))
-
-
-def _filter(conv: ConvTransposeGeometry, strides: tuple[int, ...]) -> Any:
-    """The weight as the convolution that gathers reads it: input channels are what it writes."""
-    inputs, outputs, *taps = five_strides(strides)
-    return _C.FilterSource(
-        c=conv.out_channels,
-        k=conv.in_channels,
-        taps=by_axis(conv.kernel_size),
-        strides=(outputs, inputs, *taps),
-    )
 
 
 class BoxesGradientsPlan(BackwardPlan):

@@ -31,7 +31,8 @@ def drawn(kernel: BoxesSm90, seed: int):
     """A random problem that the row serves: with channels and, channels first, lines of whole 16
     bytes."""
     generator = random.Random(f"{kernel.name} {seed}")
-    layout = "nchw" if kernel.row.planes else generator.choice(("nchw", "nhwc"))
+    planar = kernel.row.planes or kernel.row.alike > 1
+    layout = "nchw" if planar else generator.choice(("nchw", "nhwc"))
     vector = 16 // element_bytes(kernel)
     while True:
         sizes = random_sizes(generator)
@@ -97,7 +98,8 @@ def test_boxes_hold_every_position(kernel, seed):
     for batch in (1, 3, 100):
         box = config.box(batch)
         assert math.prod(box) <= SLAB
-        assert config.launch_tiles(batch) == math.ceil(_boxes((*positions, batch), box) / 2)
+        boxes = _boxes((*positions, batch), box)
+        assert config.launch_tiles(batch) == math.ceil(boxes / kernel.row.boxes)
         if kernel.row.segments > 1 and made.output_layout == "nchw":
             assert box[2] in (8, 16, 32, 64)
 
@@ -109,7 +111,7 @@ def _boxes(whole: tuple[int, ...], box: list[int]) -> int:
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_shared_memory_holds_the_ring(kernel):
     sizes, made, config = drawn(kernel, 0)
-    stage = (2 * SLAB + kernel.row.columns) * CHUNK_BYTES
+    stage = (kernel.row.boxes * SLAB + kernel.row.columns) * CHUNK_BYTES
     assert config.stages >= 3
     assert config.stages * stage < config.shared_bytes <= H200.shared_bytes
     assert config.chunks == math.ceil(sizes.channels * element_bytes(kernel) / CHUNK_BYTES)

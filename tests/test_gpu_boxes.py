@@ -49,6 +49,8 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
     """A random problem that the row serves, for ``fused_against_fp64``."""
     row = kernel.row
     layout = "nchw" if row.planes else generator.choice(("nchw", "nhwc", "nhwc", "strided"))
+    if row.alike > 1 and layout == "nhwc":
+        layout = "strided"
     along_width = row.segments > 1 and layout != "nhwc"
     axes = generator.choice((1, 2, 2, 3)) if layout != "nhwc" else generator.choice((2, 2, 3))
     most = {1: 300, 2: 30, 3: 8}[axes]
@@ -65,6 +67,8 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
             # Lines of whole 16 bytes, in and out.
             stride, extent = row.segments, 8 * generator.randint(1, most // 8)
             dilation, padding = 1, generator.randint(0, 1)
+            if row.alike > 1:  # by so many do the first taps of phases differ, or by none
+                padding = row.alike * generator.randint(0, 2)
             kernel_size = stride + 2 * padding
             if row.planes:
                 kernel_size, padding = stride, 0

@@ -160,7 +160,7 @@ def test_scratch_is_about_the_output(row):
             continue
         size = 2 if row.math.name in ("f16", "bf16") else 4
         output = out * math.prod(n + kernel - 1 for n in spatial) * size
-        # Whole tiles, and twelve bytes of moments for each 128 or 256 positions of a channel.
+        # Whole tiles, and sixteen bytes of moments for each 128 or 256 positions of a channel.
         scratch = p.output_bytes_per_sample + p.partial_bytes_per_sample
         assert output <= scratch <= 1.15 * output
 
@@ -251,22 +251,22 @@ NARROW = (7, 567, 10318, 38, 40, 260, False)
 LINEAR = (39304, 34, 34, 34, True)
 SCHEDULES = {
     "system1": {
-        ("tf32", "ping_pong"): (*WIDE, 8, 434, 6, 9, 1, True, 17703168),
-        ("tf32", "cooperative_m"): (*WIDE, 8, 434, 6, 9, 1, True, 17703168),
-        ("tf32", "cooperative_n"): (3, 135, *WIDE[2:], 8, 690, 9, 9, 1, True, 17902080),
-        ("tf32x3", "cooperative_m"): (*NARROW, 8, 210, 7, 9, 1, True, 19014912),
-        ("tf32x3", "cooperative_n"): (*WIDE, 8, 434, 6, 9, 1, True, 17908224),
-        ("f16", "ping_pong"): (*WIDE, 4, 434, 6, 9, 1, True, 8954112),
-        ("f16", "cooperative_m"): (*WIDE, 4, 434, 6, 9, 1, True, 8954112),
-        ("f16", "cooperative_n"): (3, 135, *WIDE[2:], 4, 690, 9, 9, 1, True, 9054720),
+        ("tf32", "ping_pong"): (*WIDE, 8, 434, 6, 9, 1, True, 17771520),
+        ("tf32", "cooperative_m"): (*WIDE, 8, 434, 6, 9, 1, True, 17771520),
+        ("tf32", "cooperative_n"): (3, 135, *WIDE[2:], 8, 690, 9, 9, 1, True, 17971200),
+        ("tf32x3", "cooperative_m"): (*NARROW, 8, 210, 7, 9, 1, True, 19160064),
+        ("tf32x3", "cooperative_n"): (*WIDE, 8, 434, 6, 9, 1, True, 18044928),
+        ("f16", "ping_pong"): (*WIDE, 4, 434, 6, 9, 1, True, 9022464),
+        ("f16", "cooperative_m"): (*WIDE, 4, 434, 6, 9, 1, True, 9022464),
+        ("f16", "cooperative_n"): (3, 135, *WIDE[2:], 4, 690, 9, 9, 1, True, 9123840),
     },
     "system2": {
-        ("tf32", "cooperative_m"): (1, 154, *LINEAR, 24, 326, 11, 9, 1, True, 20421632),
-        ("tf32", "cooperative_n"): (1, 154, *LINEAR, 24, 582, 19, 9, 1, True, 20421632),
-        ("tf32x3", "cooperative_m"): (1, 308, *LINEAR, 24, 198, 7, 9, 1, True, 20658176),
-        ("tf32x3", "cooperative_n"): (1, 308, *LINEAR, 24, 326, 11, 9, 1, True, 20658176),
-        ("f16", "cooperative_m"): (1, 154, *LINEAR, 12, 326, 11, 9, 1, True, 10329088),
-        ("f16", "cooperative_n"): (1, 154, *LINEAR, 12, 582, 19, 9, 1, True, 10329088),
+        ("tf32", "cooperative_m"): (1, 154, *LINEAR, 24, 326, 11, 9, 1, True, 20500480),
+        ("tf32", "cooperative_n"): (1, 154, *LINEAR, 24, 582, 19, 9, 1, True, 20500480),
+        ("tf32x3", "cooperative_m"): (1, 308, *LINEAR, 24, 198, 7, 9, 1, True, 20815872),
+        ("tf32x3", "cooperative_n"): (1, 308, *LINEAR, 24, 326, 11, 9, 1, True, 20815872),
+        ("f16", "cooperative_m"): (1, 154, *LINEAR, 12, 326, 11, 9, 1, True, 10407936),
+        ("f16", "cooperative_n"): (1, 154, *LINEAR, 12, 582, 19, 9, 1, True, 10407936),
     },
 }
 #: (channels, output channels, spatial extents, kernel size).

@@ -6,7 +6,7 @@
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
 #include "conv/direct/gradients/steps.hpp"
-#include "conv/direct/steps.hpp"
+#include "conv/direct/rows.hpp"
 
 namespace fusedconv::binding {
 namespace {
@@ -107,7 +107,7 @@ void bind_direct(py::module_& m) {
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes),
                              "Of a block.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>);
   bind_convolve_steps<Config>(room);
   bind_gradients(room);
   bind_few_gradients(room);

@@ -38,7 +38,7 @@ void bind_few(py::module_& m) {
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes),
                              "Of a block.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>);
   room.attr("block_channels") = kBlockChannels;
   room.attr("tile_outputs") = kQuotients * kStride;
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(

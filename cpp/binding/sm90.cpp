@@ -44,7 +44,7 @@ void bind_config(py::module_& m) {
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("output_bytes_per_sample", &Config::output_bytes_per_sample)
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>);
 }
 
 void bind_steps(py::module_& m) {

@@ -91,6 +91,12 @@ void bind_sm90_boxes(py::module_& room) {
           "columns", [](Row const& row) { return row.shape.columns; },
           "Of a block: output channels of phases.")
       .def_property_readonly(
+          "boxes", [](Row const& row) { return row.shape.slabs(); },
+          "Of positions that a block multiplies at a time; of one, two groups of warps take turns.")
+      .def_property_readonly(
+          "alike", [](Row const& row) { return row.shape.alike; },
+          "Neighbouring segments whose phases have the same taps, multiplied at once.")
+      .def_property_readonly(
           "segments", [](Row const& row) { return row.shape.segments; },
           "Of a block's columns: phases that are neighbours, where there are several.")
       .def_property_readonly(
@@ -149,12 +155,12 @@ void bind_sm90_boxes(py::module_& room) {
                              "Whether boxes of one sample each are nearly as few as those of any.")
       .def_property_readonly("partial_slots", &Config::partial_slots,
                              "Partial moments of a channel in a sample.")
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample)
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>)
       .def(
           "box",
           [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
           py::arg("batch"), "Positions of a consumer by axis, and samples.");
-  m.attr("block_positions") = kConsumers * kSlab;
+  m.attr("box_positions") = kSlab;
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve_steps<Config>(m);

@@ -3,7 +3,7 @@
 
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
-#include "conv/taps/sm90/steps.hpp"
+#include "conv/taps/sm90/passes.hpp"
 
 namespace fusedconv::binding {
 
@@ -67,7 +67,7 @@ void bind_sm90_taps(py::module_& room) {
       .def_property_readonly("splits", &Config::splits,
                              "Blocks of a cluster, which share the channels of one tile's input.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>);
   bind_shared_steps<Config>(m);
 }
 

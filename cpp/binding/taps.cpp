@@ -5,7 +5,7 @@
 
 #include "binding/binding.hpp"
 #include "binding/conv.hpp"
-#include "conv/taps/steps.hpp"
+#include "conv/taps/passes.hpp"
 
 namespace fusedconv::binding {
 
@@ -37,7 +37,7 @@ void bind_taps(py::module_& m) {
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def_property_readonly("partial_slots", &Config::partial_slots)
-      .def_property_readonly("partial_bytes_per_sample", &Config::partial_bytes_per_sample);
+      .def_property_readonly("partial_bytes_per_sample", &conv::partial_bytes_of<Config>);
   bind_shared_steps<Config>(room);
 }
 

@@ -1,12 +1,14 @@
 // Steps that several kinds of convolutions have. Config is one of theirs: it has a row with a name
-// and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter() and,
-// where its kernels take moments, merge_moments(); that of its problem, where it is not this one,
-// weight_of() and output_channels_of(). Where it declares kPadsChannels, pack_filter() fills what
-// the weight lacks of the config's channels with zeros.
+// and launch(), a problem, a schedule, traits() and reads(), and its namespace pack_filter(); that
+// of its problem, where it is not this one, weight_of() and output_channels_of(). Where its kernels
+// take moments, it has partial_slots() of a sample, for as many partial moments of each output
+// channel. Where it declares kPadsChannels, pack_filter() fills what the weight lacks of the
+// config's channels with zeros.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,6 +19,7 @@
 #include "fusedconv/groupnorm.hpp"
 #include "fusedconv/types.hpp"
 #include "groupnorm/describe.hpp"
+#include "groupnorm/merge_partials.hpp"
 #include "groupnorm/statistics.hpp"
 #include "program/step.hpp"
 
@@ -38,11 +41,20 @@ auto output_channels_of(Config const& config) -> decltype(output_channels_of(con
   return output_channels_of(config.problem);
 }
 
-// What a config's convolution leaves of moments.
+// Partial moments to statistics [N, groups], of configs that have no function of their own for it.
 template <class Config>
-struct PartialOf {
-  using Type = groupnorm::Partial;
-};
+void merge_moments(Config const& config, GroupNormProblem const& problem,
+                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   cudaStream_t stream) {
+  groupnorm::merge_partials(config.row->name, problem,
+                            {partials, config.partial_slots(), output_channels_of(config)}, targets,
+                            stream);
+}
+// Of a sample, in bytes.
+template <class Config>
+int64_t partial_bytes_of(Config const& config) {
+  return config.partial_slots() * output_channels_of(config) * int64_t(sizeof(groupnorm::Partial));
+}
 
 // Returns the config for a constructor's list of members.
 template <class Config>
@@ -144,6 +156,10 @@ Arguments arguments_of(void (*launch)(Arguments const&, cudaStream_t));
 template <class Config>
 using ArgumentsOf = decltype(arguments_of(std::declval<Config const&>().row->launch));
 
+// What it leaves of moments.
+template <class Config>
+using PartialOf = std::remove_pointer_t<decltype(ArgumentsOf<Config>::partials)>;
+
 // Whether a config's convolution takes moments of what it activates, and may store what it was.
 template <class Config>
 inline constexpr bool kTakesMoments = requires(ArgumentsOf<Config> arguments) {
@@ -210,7 +226,7 @@ class Convolve final : public Step {
                                   .output = context.at(output_)};
     if constexpr (kTakesMoments<Config>) {
       arguments.activates_output = activates_output_;
-      arguments.partials = context.at<typename PartialOf<Config>::Type>(partials_);
+      arguments.partials = context.at<PartialOf<Config>>(partials_);
     }
     if constexpr (kScales<Config>) {
       arguments.scale = context.at<float>(scale_);
@@ -246,7 +262,7 @@ class MergeMoments final : public Step {
   std::vector<Operand> operands() const override { return {partials_, statistics_, mean_, rstd_}; }
   void run(RunContext const& context, void*) const override {
     merge_moments(config_, with_batch(problem_, context.samples),
-                  context.at<typename PartialOf<Config>::Type>(partials_),
+                  context.at<PartialOf<Config>>(partials_),
                   {.statistics = context.at<groupnorm::Statistics>(statistics_),
                    .mean = context.at<float>(mean_),
                    .rstd = context.at<float>(rstd_)},

@@ -170,7 +170,10 @@ __device__ __forceinline__ void normalize_values(float (&values)[kCount], Channe
   activate<kKnown>(affine.activation_before, affine.quick, values);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    values[i] = fmaf(values[i] - channel(i).mean, channel(i).scale, channel(i).shift);
+    // Not in one operation with an activation's last product: what calls the activation has rounded
+    // that, and a sample's bits would depend on which kernel its batch takes.
+    float const deviation = __fsub_rn(values[i], channel(i).mean);
+    values[i] = fmaf(deviation, channel(i).scale, channel(i).shift);
   }
   activate_after<kKnown>(affine, values);
 }

@@ -137,10 +137,13 @@ __global__ void __launch_bounds__(kThreads)
     if (targets.bias != nullptr) device::store_from_float(targets.bias, channel, dtype, total.x);
   }
   if (targets.conv_bias == nullptr) return;
+  // A warp has a sample's parts side by side, and several samples under way.
   float sum = 0.0f;
-  for (int64_t i = threadIdx.x; i < batch * targets.parts; i += kThreads) {
-    int64_t const sample = i / targets.parts;
-    sum += targets.sums[(sample * channels + channel) * targets.parts + i % targets.parts];
+#pragma unroll 4
+  for (int64_t n = threadIdx.x / 32; n < batch; n += kThreads / 32) {
+    float const* const parts = targets.sums + (n * channels + channel) * targets.parts;
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < targets.parts; i += 32) sum += parts[i];
   }
   sum = device::block_total<kThreads>(sum);
   if (threadIdx.x == 0) {

@@ -5,6 +5,7 @@
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/launch.hpp"
+#include "groupnorm/merge_partials.hpp"
 #include "groupnorm/partition.hpp"
 #include "groupnorm/passes.hpp"
 #include "groupnorm/running_moments.hpp"
@@ -76,14 +77,12 @@ __global__ void __launch_bounds__(kThreads)
 // One warp per group merges its splits.
 __global__ void __launch_bounds__(kThreads)
     finalize_channels_first(Partial const* __restrict__ partials, StatisticsTargets targets,
-                            int64_t groups, int64_t group_size, int64_t split_size, int splits,
-                            float eps) {
+                            int64_t groups, int splits, float eps) {
   int64_t const group = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (group >= groups) return;
   Moments total;
   for (int split = threadIdx.x % 32; split < splits; split += 32) {
-    float const count = float(min(split_size, group_size - split * split_size));
-    total.merge(Moments::of(count, partials[group * splits + split]));
+    total.merge(Moments::of(partials[group * splits + split]));
   }
   total = device::merge_warp(total);
   if (threadIdx.x % 32 == 0) device::store(targets, group, device::statistics_of(total, eps));
@@ -171,36 +170,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block per group merges row blocks and the group's channels.
-__global__ void __launch_bounds__(kThreads)
-    finalize_channels_last(Partial const* __restrict__ partials, StatisticsTargets targets,
-                           int groups, int channels_per_group, int64_t row_channels, int64_t pixels,
-                           int64_t block_rows, int row_blocks, float eps) {
-  int64_t const sample = blockIdx.x / groups;
-  int const first_channel = int(blockIdx.x % groups) * channels_per_group;
-  int const parts = row_blocks * channels_per_group;
-  Moments running;
-  // Loads of a thread in flight: each may take as long as all merges.
-  constexpr int kAhead = 8;
-  for (int first = threadIdx.x; first < parts; first += kAhead * kThreads) {
-    Partial ahead[kAhead];
-    float counts[kAhead];
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      int const i = first + j * kThreads;
-      int const row_block = i / channels_per_group;
-      int const channel = first_channel + i - row_block * channels_per_group;
-      counts[j] = i < parts ? float(min(block_rows, pixels - row_block * block_rows)) : 0.0f;
-      if (i < parts)
-        ahead[j] = partials[(sample * row_blocks + row_block) * row_channels + channel];
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) running.merge(Moments::of(counts[j], ahead[j]));
-  }
-  Moments const total = device::merge_block<kThreads>(running);
-  if (threadIdx.x == 0) device::store(targets, blockIdx.x, device::statistics_of(total, eps));
-}
-
 // ---- launches ----
 
 template <class T>
@@ -221,7 +190,7 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
     dim3 const blocks =
         device::checked_grid("finalize_channels_first", ceil_div(groups * 32, kThreads));
     device::launch(finalize_channels_first, blocks, kThreads, 0, stream, partials, targets, groups,
-                   p.group_size(), split.size, split.count, eps);
+                   split.count, eps);
     FUSEDCONV_CUDA("finalize_channels_first", cudaGetLastError());
     return;
   }
@@ -238,11 +207,8 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
     });
   });
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());
-  dim3 const blocks = device::checked_grid("finalize_channels_last", groups);
-  device::launch(finalize_channels_last, blocks, kThreads, 0, stream, partials, targets,
-                 int(p.groups), int(p.channels_per_group()), p.input_row_channels(), p.pixels,
-                 split.size, split.count, eps);
-  FUSEDCONV_CUDA("finalize_channels_last", cudaGetLastError());
+  merge_partials("moments_channels_last", p, {partials, split.count, p.input_row_channels()},
+                 targets, stream);
 }
 
 }  // namespace

@@ -46,8 +46,8 @@ struct Moments {
   float low = 0.0f;
   float m2 = 0.0f;
 
-  __device__ __forceinline__ static Moments of(float count, groupnorm::Partial const& part) {
-    return {count, part.mean, part.low, part.m2};
+  __device__ __forceinline__ static Moments of(groupnorm::Partial const& part) {
+    return {part.count, part.mean, part.low, part.m2};
   }
   __device__ __forceinline__ static Moments of(float reference, RelativeMoments const& part) {
     return {part.count, reference, part.offset, part.m2};
@@ -55,7 +55,7 @@ struct Moments {
   __device__ __forceinline__ RelativeMoments about(float reference) const {
     return {count, (mean - reference) + low, m2};
   }
-  __device__ __forceinline__ groupnorm::Partial partial() const { return {mean, low, m2}; }
+  __device__ __forceinline__ groupnorm::Partial partial() const { return {count, mean, low, m2}; }
 
   __device__ __forceinline__ void merge(Moments const& other) {
     if (other.count > 0.0f) merge(other, weight_of(count, other.count));

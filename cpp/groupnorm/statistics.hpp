@@ -7,17 +7,12 @@
 
 namespace fusedconv::groupnorm {
 
-// Of a part of a group, of which the reader knows the count.
-struct Partial {
+// Of a part of a group.
+struct alignas(16) Partial {
+  float count;
   float mean;
   float low;
   float m2;  // sum of squared deviations
-};
-
-// Of some of a channel's pixels.
-struct alignas(16) CountedPartial {
-  float count;
-  Partial moments;
 };
 
 // Of a group, that are merged: a thread counts beyond them by what it has under way.

@@ -102,7 +102,7 @@ class WarpMoments {
     }
     value = device::merge_warp<kWarps>(value);
     if (k >= kChannels || warp != 0) return;
-    if (CountedPartial* const to = target(k)) *to = {value.count, value.partial()};
+    if (groupnorm::Partial* const to = target(k)) *to = value.partial();
   }
 
  private:

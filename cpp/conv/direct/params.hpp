@@ -14,7 +14,7 @@ struct Params {
   void const* weight;
   void const* bias;
   void* output;
-  CountedPartial* partials;
+  groupnorm::Partial* partials;
   FilterSource source;
   Axis axes[kMaxAxes];
   Phase first_phases[kMaxAxes][kFirstPhases];

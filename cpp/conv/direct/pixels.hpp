@@ -147,8 +147,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
   if (lane != 0 || channel >= all) return;
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
-    p.partials[(place.sample * p.slots + place.tile) * all + channel + v] = {moments[v].count,
-                                                                             moments[v].partial()};
+    p.partials[(place.sample * p.slots + place.tile) * all + channel + v] = moments[v].partial();
   }
 }
 

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads, blocks_of(kChannels))
     if (!p.stores_runs || p.partials != nullptr) __syncthreads();
     if (!p.stores_runs) store_segments(p, team, outputs.segments(), outputs.present());
     if (p.partials != nullptr) {
-      by_warp.merge(p, team, group, [&](int i) -> CountedPartial* {
+      by_warp.merge(p, team, group, [&](int i) -> groupnorm::Partial* {
         if (i >= outputs.present()) return nullptr;
         int64_t const slot = team.place.sample * p.slots + team.place.tile;
         return p.partials + slot * p.groups * p.output_channels + team.channel(p, k + i);

@@ -1,8 +1,7 @@
 #include "conv/direct/rows.hpp"
 
-#include "conv/direct/steps.hpp"
+#include "conv/steps.hpp"
 #include "fusedconv/check.hpp"
-#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::direct {
 
@@ -25,17 +24,6 @@ std::string Config::reads() const {
     return schedule.vector > 1 ? "nhwc" : "nhwc, element by element";
   }
   return schedule.run_taps == kGeneral ? "nchw, output by output" : "nchw";
-}
-
-int64_t Config::partial_bytes_per_sample() const {
-  return partial_slots() * output_channels_of(problem) * int64_t(sizeof(CountedPartial));
-}
-
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream) {
-  groupnorm::merge_counted("direct merge_moments", problem, config.partial_slots(), partials,
-                           targets, stream);
 }
 
 // Declared in launch.hpp, where CUDA's headers are.

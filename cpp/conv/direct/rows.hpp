@@ -16,8 +16,6 @@
 
 namespace fusedconv::conv::direct {
 
-using groupnorm::CountedPartial;
-
 struct Config;
 
 struct Arguments {
@@ -26,10 +24,10 @@ struct Arguments {
   Activation activation = Activation::kIdentity;
   bool activates_output = true;  // else only the moments are of activated values
   void const* input = nullptr;
-  void const* filter = nullptr;        // the weight as it lies
-  void const* bias = nullptr;          // [K] of the tensors' type, or null
-  void* output = nullptr;              // in the input's layout
-  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+  void const* filter = nullptr;            // the weight as it lies
+  void const* bias = nullptr;              // [K] of the tensors' type, or null
+  void* output = nullptr;                  // in the input's layout
+  groupnorm::Partial* partials = nullptr;  // [N, slots, K]; or null
 };
 
 struct Row {
@@ -60,12 +58,6 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const { return schedule.sample_tiles(); }
-  int64_t partial_bytes_per_sample() const;
 };
-
-// Partial moments to statistics [N, groups], merged in a fixed order.
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream);
 
 }  // namespace fusedconv::conv::direct

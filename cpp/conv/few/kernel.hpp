@@ -420,7 +420,7 @@ class Block {
     for (int warp = 0; warp < kWarps; ++warp) all.merge(moments_[warp * kBlockChannels + k]);
     int64_t const slot =
         int64_t(tile_.sample) * p_.depth_tiles.divisor * p_.tiles_h.divisor + tile_.slot;
-    p_.partials[slot * p_.output_channels + tile_.channel + k] = {all.count, all.partial()};
+    p_.partials[slot * p_.output_channels + tile_.channel + k] = all.partial();
   }
 
   Params const& p_;

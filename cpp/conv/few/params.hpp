@@ -14,7 +14,7 @@ struct Params {
   void const* weight;
   void const* bias;
   void* output;
-  CountedPartial* partials;
+  groupnorm::Partial* partials;
   groupnorm::Affine affine;  // behind the activation, where it has statistics
   Activation activation;
   bool rounds;

@@ -1,7 +1,6 @@
 #include "conv/few/rows.hpp"
 
 #include "conv/few/steps.hpp"
-#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::few {
 
@@ -17,17 +16,6 @@ Config::Config(Row const& row, Problem const& problem, FilterSource const& sourc
       source(source),
       schedule(schedule_of(problem, row.math, device)) {
   matching(*this, source);
-}
-
-int64_t Config::partial_bytes_per_sample() const {
-  return partial_slots() * output_channels_of(problem) * int64_t(sizeof(CountedPartial));
-}
-
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream) {
-  groupnorm::merge_counted("few merge_moments", problem, config.partial_slots(), partials, targets,
-                           stream);
 }
 
 }  // namespace fusedconv::conv::few

@@ -16,8 +16,6 @@
 
 namespace fusedconv::conv::few {
 
-using groupnorm::CountedPartial;
-
 struct Config;
 
 // A pass. Where it takes moments, of activated values, what it may store is before the activation;
@@ -28,10 +26,10 @@ struct Arguments {
   Activation activation = Activation::kIdentity;
   bool rounds = false;  // sums of 16 bits as they are stored, as those are that are saved
   void const* input = nullptr;
-  void const* weight = nullptr;        // as it lies
-  void const* bias = nullptr;          // [K] of the tensors' type, or null
-  void* output = nullptr;              // null for moments alone
-  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+  void const* weight = nullptr;            // as it lies
+  void const* bias = nullptr;              // [K] of the tensors' type, or null
+  void* output = nullptr;                  // null for moments alone
+  groupnorm::Partial* partials = nullptr;  // [N, slots, K]; or null
   GroupNormProblem const* norm = nullptr;
   groupnorm::Statistics const* statistics = nullptr;
   void const* norm_weight = nullptr;
@@ -65,12 +63,6 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const { return schedule.sample_tiles(); }
-  int64_t partial_bytes_per_sample() const;
 };
-
-// Partial moments to statistics [N, groups], merged in a fixed order.
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream);
 
 }  // namespace fusedconv::conv::few

@@ -57,7 +57,7 @@ void Convolve::run(RunContext const& context, void*) const {
                        .weight = context.at(o.weight),
                        .bias = context.at(o.bias),
                        .output = context.at(o.output),
-                       .partials = context.at<CountedPartial>(o.partials),
+                       .partials = context.at<groupnorm::Partial>(o.partials),
                        .norm = norm_ ? &norm : nullptr,
                        .statistics = context.at<groupnorm::Statistics>(o.statistics),
                        .norm_weight = context.at(o.norm_weight),

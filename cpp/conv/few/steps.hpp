@@ -1,4 +1,4 @@
-// The pass of this kind of convolution as a step, and what conv/steps.hpp asks of it.
+// The pass of this kind of convolution as a step.
 #pragma once
 
 #include <optional>
@@ -8,14 +8,7 @@
 #include "conv/few/rows.hpp"
 #include "conv/steps.hpp"
 
-namespace fusedconv::conv {
-
-template <>
-struct PartialOf<few::Config> {
-  using Type = few::CountedPartial;
-};
-
-namespace few {
+namespace fusedconv::conv::few {
 
 // Convolution, bias, activation and, with a `norm` of statistics that lie somewhere, normalisation;
 // with partials the moments of activated values in its place: what an output then has is before the
@@ -42,5 +35,4 @@ class Convolve final : public Step {
   Operands operands_;
 };
 
-}  // namespace few
-}  // namespace fusedconv::conv
+}  // namespace fusedconv::conv::few

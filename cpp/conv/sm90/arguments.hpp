@@ -14,22 +14,22 @@
 
 namespace fusedconv::conv::sm90 {
 
-template <class Config>
+template <class Config, class Partial = groupnorm::Partial>
 struct ConvolveArguments {
   Config const& config;
   int batch = 0;
   Activation activation = Activation::kIdentity;
   bool activates_output = true;  // else only the moments are of activated values
   void const* input = nullptr;
-  void const* filter = nullptr;            // packed by pack_filter()
-  void const* bias = nullptr;              // [K] of the tensors' type, or null
-  void* output = nullptr;                  // in the order that the kernel says
-  groupnorm::Partial* partials = nullptr;  // [N, tiles, K]; or null
+  void const* filter = nullptr;  // packed by pack_filter()
+  void const* bias = nullptr;    // [K] of the tensors' type, or null
+  void* output = nullptr;        // in the order that the kernel says
+  Partial* partials = nullptr;   // [N, slots, K]; or null
 };
 
 // Tiles of a launch, which are counted in 32 bits.
-template <class Config>
-int counted_tiles(ConvolveArguments<Config> const& a, int64_t tiles_per_sample) {
+template <class Config, class Partial>
+int counted_tiles(ConvolveArguments<Config, Partial> const& a, int64_t tiles_per_sample) {
   int64_t const tiles = a.batch * tiles_per_sample;
   constexpr int64_t kMost = (int64_t(1) << 30) - 1;
   ConvProblem const& c = a.config.problem;
@@ -48,8 +48,9 @@ void check_launch(Config const& config, int batch, char const* where, cudaError_
                                    c.p, "x", c.q, " TRS=", c.t, "x", c.r, "x", c.s, ", ",
                                    config.schedule.shared_bytes, " bytes of shared memory"));
 }
-template <class Config>
-void check_launch(ConvolveArguments<Config> const& a, char const* where, cudaError_t status) {
+template <class Config, class Partial>
+void check_launch(ConvolveArguments<Config, Partial> const& a, char const* where,
+                  cudaError_t status) {
   check_launch(a.config, a.batch, where, status);
 }
 

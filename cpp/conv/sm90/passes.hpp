@@ -1,5 +1,5 @@
-// The passes around the convolution: they pack its filter, merge its partial moments and bring its
-// output into a tensor's order.
+// The passes around the convolution: they pack its filter and bring its output into a tensor's
+// order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,11 +42,6 @@ void pack_filter(FilterOrder const& order, FilterSource const& source, void cons
                  void* filter, cudaStream_t stream);
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
-
-// Partial moments to statistics [N, groups], merged in a fixed order.
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream);
 
 struct FinalizeTensors {
   void const* input = nullptr;  // the convolution's output, in the order of its accumulators

@@ -62,9 +62,8 @@ struct Config {
     return int64_t(schedule.warpgroup_tiles) * schedule.block_n * round_up(problem.k, kBlockM) *
            tile().element_bytes();
   }
-  int64_t partial_bytes_per_sample() const {
-    return int64_t(schedule.warpgroup_tiles) * problem.k * int64_t(sizeof(groupnorm::Partial));
-  }
+  // Partial moments of a channel in a sample.
+  int64_t partial_slots() const { return schedule.warpgroup_tiles; }
 };
 
 }  // namespace fusedconv::conv::sm90

@@ -77,7 +77,7 @@ template <class Traits>
 __device__ __forceinline__ void leave_moments(Params const& p, Block const& block,
                                               RowPlace const& own, int warp, Accumulators& sums,
                                               unsigned char* shared) {
-  auto* const by_warp = reinterpret_cast<CountedPartial*>(shared);
+  auto* const by_warp = reinterpret_cast<groupnorm::Partial*>(shared);
   int const lane = threadIdx.x % 32;
   uint32_t const pixels = pixels_of<Traits>(p, block, own, warp);
   float const count = sum_over_quad(float(__popc(pixels)));
@@ -105,8 +105,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
         device::Moments const moments =
             count > 0.0f ? device::shifted_moments(count, mean, deviations, squares)
                          : device::Moments{};
-        by_warp[warp * kGroupRows + i * 16 + half * 8 + lane / 4] = {moments.count,
-                                                                     moments.partial()};
+        by_warp[warp * kGroupRows + i * 16 + half * 8 + lane / 4] = moments.partial();
       }
     }
   }
@@ -122,8 +121,8 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
       for (int phase = 0; phase < p.width_phases; ++phase) {
         for (int part = 0; part < Traits::kParts; ++part) {
           int const from = part * Traits::kGroups + set * p.width_phases + phase;
-          CountedPartial const& one = by_warp[from * kGroupRows + row];
-          total.merge(device::Moments::of(one.count, one.moments));
+          groupnorm::Partial const& one = by_warp[from * kGroupRows + row];
+          total.merge(device::Moments::of(one));
         }
       }
       // Slots of a tile: phases along depth and height, and along width where they are not merged.
@@ -134,7 +133,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
       int64_t const slot =
           block.sample * p.partial_slots + int64_t(block.tile_index) * phases + phase;
       p.partials[slot * p.output_channels * p.groups + block.group * p.output_channels + channel] =
-          {total.count, total.partial()};
+          total.partial();
     }
   }
   __syncthreads();

@@ -15,7 +15,7 @@ struct Params {
   void const* bias;
   float const *scale, *shift;
   void* output;
-  CountedPartial* partials;
+  groupnorm::Partial* partials;
   Axis axes[kMaxAxes];
   int tile[kMaxAxes], box[kMaxAxes], lead;
   bool split[kMaxAxes];

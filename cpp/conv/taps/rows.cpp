@@ -21,11 +21,6 @@ int64_t Config::partial_slots() const {
   return s.sample_tiles() * s.axes[0].phases * s.axes[1].phases * s.axes[2].phases / s.width_phases;
 }
 
-int64_t Config::partial_bytes_per_sample() const {
-  return partial_slots() * problem.output_channels * problem.groups *
-         int64_t(sizeof(CountedPartial));
-}
-
 // Declared in launch.hpp, where CUDA's headers are.
 unsigned checked_blocks(Arguments const& a) {
   Schedule const& s = a.config.schedule;

@@ -14,8 +14,6 @@
 
 namespace fusedconv::conv::taps {
 
-using groupnorm::CountedPartial;
-
 struct Config;
 
 struct Arguments {
@@ -24,12 +22,12 @@ struct Arguments {
   Activation activation = Activation::kIdentity;
   bool activates_output = true;  // else only the moments are of activated values
   void const* input = nullptr;
-  void const* filter = nullptr;        // packed by pack_filter()
-  void const* bias = nullptr;          // [K] of the tensors' type, or null
-  void* output = nullptr;              // in the input's layout
-  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
-  float const* scale = nullptr;        // [K]: (convolution + bias) * scale + shift is activated
-  float const* shift = nullptr;        // [K]; either may be null
+  void const* filter = nullptr;            // packed by pack_filter()
+  void const* bias = nullptr;              // [K] of the tensors' type, or null
+  void* output = nullptr;                  // in the input's layout
+  groupnorm::Partial* partials = nullptr;  // [N, slots, K]; or null
+  float const* scale = nullptr;            // [K]: (convolution + bias) * scale + shift is activated
+  float const* shift = nullptr;            // [K]; either may be null
 };
 
 // One compiled kernel for each way of reading the input.
@@ -64,7 +62,6 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const;
-  int64_t partial_bytes_per_sample() const;
 };
 
 }  // namespace fusedconv::conv::taps

@@ -1,7 +1,7 @@
 // A consumer's accumulators, and which channels and phases they are of.
 //
 // Of a warp's rows a lane has lane / 4 and that plus 8, and of every 8 columns two from lane % 4 *
-// 2, as the instruction counts them: sum 4 j + 2 (row / 8) + column % 2 of a segment is of its
+// 2, as the instruction counts them: sum 4 j + 2 (row / 8) + column % 2 of an instruction is of its
 // columns 8 j and on.
 #pragma once
 
@@ -12,20 +12,26 @@
 namespace fusedconv::conv::sm90::boxes {
 
 template <class Traits>
-using Sums = float[Traits::kSegments][Traits::kSums];
+using Sums = float[Traits::kInstructions][Traits::kSums];
 
-// By the numbers that they would have in one segment.
+// By the numbers that they would have in one instruction.
 template <class Traits>
 __device__ __forceinline__ constexpr float& sum_at(Sums<Traits>& sums, int index) {
   return sums[index / Traits::kSums][index % Traits::kSums];
 }
 
+// By a segment and the number there.
+template <class Traits>
+__device__ __forceinline__ constexpr float& sum_of(Sums<Traits>& sums, int segment, int index) {
+  return sum_at<Traits>(sums, segment * (Traits::kSegmentColumns / 2) + index);
+}
+
 template <class Traits, class Body>
 __device__ __forceinline__ void for_each_sum(Sums<Traits>& sums, Body const& body) {
 #pragma unroll
-  for (auto& segment : sums) {
+  for (auto& instruction : sums) {
 #pragma unroll
-    for (float& sum : segment) body(sum);
+    for (float& sum : instruction) body(sum);
   }
 }
 

@@ -35,9 +35,10 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
   cursor.parity = 1;
   for (Items item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
-    Slab const slabs[kConsumers] = {Slab(p, item.tile * kConsumers),
-                                    Slab(p, item.tile * kConsumers + 1)};
-    int const box_bytes = p.box_bytes * (slabs[1].present ? 2 : 1);
+    constexpr int kSlabs = Traits::kShape.slabs();
+    int const tile = item.tile * kSlabs;
+    Slab const slabs[kConsumers] = {Slab(p, tile), Slab(p, tile + 1)};
+    int const box_bytes = p.box_bytes * (kSlabs == 2 && slabs[1].present ? 2 : 1);
     unsigned char const* filter = p.filter + block.filter * kChunkBytes;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       for (int tap = block.first_tap; tap < block.first_tap + block.taps; ++tap) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
         wait_for(&barriers.empty[cursor.stage], cursor.parity);
         device::arrive_and_expect(full, box_bytes + filter_bytes);
 #pragma unroll
-        for (int i = 0; i < kConsumers; ++i) {
+        for (int i = 0; i < kSlabs; ++i) {
           if (!slabs[i].present) continue;
           int const channel = chunk * Traits::kChunk, column = slabs[i].origin[2] + shift[2];
           cute::SM90_TMA_LOAD_5D::copy(
@@ -58,7 +59,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
               Traits::kPlanes ? column : channel, Traits::kPlanes ? channel : column,
               slabs[i].origin[1] + shift[1], slabs[i].origin[0] + shift[0], slabs[i].sample);
         }
-        unsigned char* const rows = stage + kConsumers * kSlab * kChunkBytes;
+        unsigned char* const rows = stage + kSlabs * kSlab * kChunkBytes;
         if (p.packed) {
           device::bulk_load(device::shared_address(rows), filter, filter_bytes, full);
         } else {

@@ -3,6 +3,8 @@
 namespace fusedconv::conv::sm90::boxes {
 
 void append_f16(std::vector<Row>& rows) {
+  append_row<Math::kF16, Shape{.columns = 384, .ping_pong = true}>(rows);
+  append_row<Math::kF16, Shape{.columns = 256, .ping_pong = true}>(rows);
   append_row<Math::kF16, Shape{.columns = 256}>(rows);
   append_row<Math::kF16, Shape{.columns = 192}>(rows);
   append_row<Math::kF16, Shape{.columns = 128}>(rows);
@@ -17,6 +19,7 @@ void append_f16(std::vector<Row>& rows) {
   append_row<Math::kF16, Shape{.columns = 128, .segments = 2, .planes = true, .residents = 2}>(
       rows);
   append_row<Math::kF16, Shape{.columns = 64, .segments = 2, .planes = true, .residents = 2}>(rows);
+  append_row<Math::kF16, Shape{.columns = 256, .segments = 8, .alike = 4}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -3,6 +3,8 @@
 namespace fusedconv::conv::sm90::boxes {
 
 void append_tf32(std::vector<Row>& rows) {
+  append_row<Math::kTf32, Shape{.columns = 384, .ping_pong = true}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 256, .ping_pong = true}>(rows);
   append_row<Math::kTf32, Shape{.columns = 256}>(rows);
   append_row<Math::kTf32, Shape{.columns = 192}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128}>(rows);
@@ -13,6 +15,7 @@ void append_tf32(std::vector<Row>& rows) {
   append_row<Math::kTf32, Shape{.columns = 96, .segments = 2, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 64, .segments = 2, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .segments = 4, .residents = 2}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 256, .segments = 8, .alike = 4}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -42,11 +42,14 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
                                         unsigned char* shared, Consumer const& self) {
   using Indices = std::make_integer_sequence<int, Traits::kSums>;
   uint32_t const ring = device::shared_address(shared);
-  uint32_t const own = ring + self.index * kSlab * kChunkBytes;
+  constexpr bool kPingPong = Traits::kShape.ping_pong;
+  constexpr int kSlabs = Traits::kShape.slabs();
+  int const own_slab = kPingPong ? 0 : self.index;  // of a tile
+  uint32_t const own = ring + own_slab * kSlab * kChunkBytes;
   int const line_bytes = p.box[2] * Traits::kElementBytes;
   uint64_t const positions0 =
       Traits::kPlanes ? lines_operand<Traits>(own, line_bytes) : rows_operand(own);
-  uint64_t const filter0 = rows_operand(ring + kConsumers * kSlab * kChunkBytes);
+  uint64_t const filter0 = rows_operand(ring + kSlabs * kSlab * kChunkBytes);
   // To the channels of the next instruction.
   uint32_t const step_units =
       (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
@@ -59,11 +62,26 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   auto const release = [&](int stage) {
     if (self.lane == 0) device::arrive(&barriers.empty[stage]);
   };
+  // Who takes turns begins with products once the other has found all of its stages full: a
+  // barrier's parity tells phases apart that follow each other, no others.
+  auto const turn_of = [](int index) { return 1 + kConsumers + index; };
+  constexpr int kBoth = kConsumers * kWarpgroupThreads;
+  int whose = 0;
+  if (kPingPong && self.index == 1) device::arrive_threads(turn_of(0), kBoth);
   for (Items item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
+    int const steps = block.taps * p.chunks;
+    if constexpr (kPingPong) {
+      bool const others = whose != self.index;
+      whose ^= 1;
+      if (others) {
+        cursor.skip(steps, p.stages);
+        continue;
+      }
+    }
     OwnColumns<Traits, kExtra> columns;
     columns.load_early(p, block, self);
-    int const steps = block.taps * p.chunks;
+    if constexpr (kPingPong) device::sync_threads(turn_of(self.index), kBoth);
     int tap = 0;
     Sums<Traits> sums;
     for_each_sum<Traits>(sums, [](float& sum) { sum = 0.0f; });
@@ -79,14 +97,14 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       wait_for(&barriers.full[cursor.stage], cursor.parity);
       cute::warpgroup_arrive();
 #pragma unroll
-      for (int segment = 0; segment < Traits::kSegments; ++segment) {
-        if ((mask >> segment & 1) == 0) continue;
+      for (int part = 0; part < Traits::kInstructions; ++part) {
+        if (Traits::kSegments > 1 && (mask >> part * Traits::kAlike & 1) == 0) continue;
 #pragma unroll
         for (int i = 0; i < Traits::kSteps; ++i) {
           multiply<typename Traits::Mma>(a + i * step_units, b + i * (Traits::kStepBytes >> 4),
-                                         sums[segment], Indices{});
+                                         sums[part], Indices{});
         }
-        b += Traits::kSegmentColumns * kChunkBytes >> 4;
+        b += Traits::kInstructionColumns * kChunkBytes >> 4;
       }
       cute::warpgroup_commit_batch();
       cute::warpgroup_wait<1>();
@@ -94,10 +112,11 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       in_flight = cursor.stage;
       cursor.advance(p.stages);
     }
+    if constexpr (kPingPong) device::arrive_threads(turn_of(1 - self.index), kBoth);
     // A block by itself has the last products to hide this behind. Where two share the
     // multiprocessor, the other's are, and the copies want the last stage back first.
     constexpr bool kLeavesEarly = Traits::kResidents == 1;
-    Slab const slab(p, item.tile * kConsumers + self.index);
+    Slab const slab(p, item.tile * kSlabs + own_slab);
     auto const leave = [&] {
       if (slab.present) columns.leave(p, block, slab, first_result(p), self, staged);
     };
@@ -118,7 +137,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
-      device::init_barrier(&barriers.empty[i], kConsumers * kWarpgroupWarps);
+      device::init_barrier(&barriers.empty[i], Traits::kShape.slabs() * kWarpgroupWarps);
     }
     device::fence_barrier_init();
   }

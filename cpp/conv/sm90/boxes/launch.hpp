@@ -61,12 +61,13 @@ void append_row(std::vector<Row>& rows) {
   std::string const columns = kShape.segments == 1
                                   ? detail::join(kShape.columns)
                                   : detail::join(kShape.segments, "x", kShape.segment_columns());
-  rows.push_back(
-      {.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
-                            kShape.planes ? "_planes" : "", kShape.residents == 1 ? "" : "_pair"),
-       .math = kMath,
-       .shape = kShape,
-       .launch = &launch<kMath, kShape>});
+  rows.push_back({.name = detail::join(
+                      "sm90_boxes_", traits_of(kMath).name, "_", columns,
+                      kShape.planes ? "_planes" : "", kShape.alike == 1 ? "" : "_alike",
+                      kShape.ping_pong ? "_ping_pong" : "", kShape.residents == 1 ? "" : "_pair"),
+                  .math = kMath,
+                  .shape = kShape,
+                  .launch = &launch<kMath, kShape>});
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -101,7 +101,7 @@ __device__ __forceinline__ void leave_pixels(Params const& p, Consumer const& se
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float const pivot = moments.pivots[j * 8 + self.lane % 4 * 2 + e % 2];
-        float& sum = sums[segment][j * 4 + e];
+        float& sum = sum_of<Traits>(sums, segment, j * 4 + e);
         sum = own >> e / 2 & 1 ? sum : pivot;
       }
     }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_warp_moments(Params const& p, Block const& b
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float const deviation =
-              sums[segment][(wide + j) * 4 + e] - (e % 2 == 0 ? pivot.x : pivot.y);
+              sum_of<Traits>(sums, segment, (wide + j) * 4 + e) - (e % 2 == 0 ? pivot.x : pivot.y);
           totals[2 * j + e % 2] += deviation;
           squares[2 * j + e % 2] = fmaf(deviation, deviation, squares[2 * j + e % 2]);
         }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
     for (int j = 0; j < Traits::kSegmentColumns / 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float const value = sums[0][j * 4 + e];
+        float const value = sum_of<Traits>(sums, 0, j * 4 + e);
         moments.pivots[j * 8 + self.lane * 2 + e] = isfinite(value) ? value : 0.0f;
       }
     }
@@ -198,8 +198,8 @@ __device__ __forceinline__ void leave_moments(Params const& p, Block const& bloc
         whole.merge(device::shifted_moments(count, pivot, total, squares));
       }
     }
-    p.partials[(int64_t(slab.number) * p.sets + block.set) * p.output_channels + channel] = {
-        whole.count, whole.partial()};
+    p.partials[(int64_t(slab.number) * p.sets + block.set) * p.output_channels + channel] =
+        whole.partial();
   }
 }
 

@@ -19,7 +19,7 @@ struct Params {
   float const* shift;
   PixelNorm norm;
   GroupStatistics group;
-  CountedPartial* partials;
+  groupnorm::Partial* partials;
   bool channels_last, gathers, saves;
   bool packed;                    // the filter
   bool stores, activates_output;  // where moments are taken
@@ -119,7 +119,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
                   ": slabs by blocks of columns: got ", slabs.all() * s.blocks,
                   ", expected at most ", kMostItems);
   p.slab_count = int(slabs.all());
-  p.tile_count = int(ceil_div(slabs.all(), kConsumers));
+  p.tile_count = int(ceil_div(slabs.all(), config.row->shape.slabs()));
   p.blocks = s.blocks;
   p.sets = int(s.sets.size());
   if (s.direction == Direction::kScatters) {

@@ -5,7 +5,6 @@
 #include "conv/collected.hpp"
 #include "conv/filter_source.hpp"
 #include "fusedconv/check.hpp"
-#include "groupnorm/merge_counted.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
 
@@ -25,13 +24,13 @@ bool Config::reads_weight(FilterSource const& weight) const {
     return elements * traits().element_bytes() % kPieceBytes == 0;
   };
   // Taps are one axis of a tensor map.
-  return schedule.direction == Direction::kGathers && weight.stride_c == 1 &&
-         taps_follow(weight, weight.tap_stride()) && whole(weight.tap_stride()) &&
-         whole(weight.stride_k);
+  return schedule.direction == Direction::kGathers && row->shape.columns <= kMostBoxExtent &&
+         weight.stride_c == 1 && taps_follow(weight, weight.tap_stride()) &&
+         whole(weight.tap_stride()) && whole(weight.stride_k);
 }
 
 int64_t Config::tiles(int64_t batch) const {
-  return ceil_div(schedule.slabs(batch).all(), kConsumers);
+  return ceil_div(schedule.slabs(batch).all(), row->shape.slabs());
 }
 
 bool Config::suits_moments() const {
@@ -42,17 +41,6 @@ bool Config::suits_moments() const {
 
 int64_t Config::partial_slots() const {
   return schedule.slabs(1).all() * int64_t(schedule.sets.size());
-}
-
-int64_t Config::partial_bytes_per_sample() const {
-  return partial_slots() * problem.output_channels * int64_t(sizeof(CountedPartial));
-}
-
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream) {
-  groupnorm::merge_counted("sm90_boxes merge_moments", problem, config.partial_slots(), partials,
-                           targets, stream);
 }
 
 bool Config::holds_pixels() const {

@@ -16,8 +16,6 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-using groupnorm::CountedPartial;
-
 struct Config;
 
 // LayerNorm over the channels of a pixel, in front of the activation.
@@ -54,7 +52,7 @@ struct Arguments {
   GroupStatistics const* group = nullptr;
   // Moments of activated values: [N, slots, K], or null. The output then may be null, and is before
   // the activation unless that activates_output.
-  CountedPartial* partials = nullptr;
+  groupnorm::Partial* partials = nullptr;
   bool activates_output = true;
 };
 
@@ -92,7 +90,7 @@ struct Config {
   // Whether copies read a weight that begins at a multiple of 16 bytes as it lies: one whose
   // channels are beside each other, of a convolution that gathers.
   bool reads_weight(FilterSource const& weight) const;
-  // Pairs of slabs, which a block multiplies at a time.
+  // Of one slab or two, which a block multiplies at a time.
   int64_t tiles(int64_t batch) const;
   // Whether a block has all channels of its pixels, so that it can normalise them.
   bool holds_pixels() const;
@@ -100,12 +98,6 @@ struct Config {
   bool suits_moments() const;
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const;
-  int64_t partial_bytes_per_sample() const;
 };
-
-// Partial moments to statistics [N, groups], merged in a fixed order.
-void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   CountedPartial const* partials, groupnorm::StatisticsTargets const& targets,
-                   cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -101,6 +101,16 @@ void divide_columns(Schedule& s, Shape const& shape, int channels, int segment) 
   s.blocks = int(s.sets.size()) * s.channel_blocks;
 }
 
+// Whether a tap is that of all or none of each group of phases that are multiplied at once.
+bool multiplies_alike(Shape const& shape, uint16_t mask) {
+  int const group = (1 << shape.alike) - 1;
+  for (int first = 0; shape.alike > 1 && first < shape.segments; first += shape.alike) {
+    int const own = mask >> first & group;
+    if (own != 0 && own != group) return false;
+  }
+  return true;
+}
+
 // Taps that the blocks of columns read, all together, and the blocks themselves, some without taps.
 int64_t work_of(Schedule const& s) {
   int64_t work = 0;
@@ -203,6 +213,7 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     return refused("it gathers channels last to whole blocks of channels alone");
   }
   if (!last && shape.segments == 1) return refused("it writes channels last");
+  if (last && shape.alike > 1) return refused("it writes channels first");
   if (!last && shape.segments != p.axes[2].stride) {
     return refused(detail::join("its stride along width is ", p.axes[2].stride, ", ",
                                 shape.segments, " is served channels first"));
@@ -271,6 +282,11 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     }
     s = best;
   }
+  for (uint16_t const mask : s.masks) {
+    if (!multiplies_alike(shape, mask)) {
+      return refused(detail::join("of ", shape.alike, " neighbouring phases some have other taps"));
+    }
+  }
   if (s.taps.size() > kMostTaps) {
     return refused(detail::join("its phases read ", s.taps.size(), " boxes, at most ", kMostTaps,
                                 " are served"));
@@ -285,8 +301,8 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   if (last) {
     while (s.segment % s.store_columns != 0) s.store_columns /= 2;
   } else {
-    s.store_positions = kChunkBytes / element / shape.segments;
-    s.store_columns = Memory::kPortionBytes / (kSlab * shape.segments * element);
+    s.store_positions = shape.plane_positions(element);
+    s.store_columns = shape.plane_columns(kChunkBytes / element) / shape.segments;
   }
   s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
   s.stages = kMostStages;

@@ -8,13 +8,16 @@
 // and K input channels. For each tap of the filter and chunk of channels one box of the input,
 // shifted by the tap, is copied to shared memory as the instruction wants it, with zeros for what
 // lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box of
-// its own; the two of a block share the filter. Columns of a block are `segments` of output
+// its own; the two of a block share the filter, or where a tile is one box take turns, so that one
+// multiplies while the other finishes its tile. Columns of a block are `segments` of output
 // channels, of one phase each. A row with one segment is free to divide its columns: they are
 // output channels of one phase, or some or all of several phases that read the same positions. One
-// with several has as many neighbouring phases, each multiplied by the taps that it has; where they
-// are the phases along width, their pixels leave side by side, channels first.
+// with several has as many neighbouring phases, each multiplied by the taps that it has, or some at
+// once that have the same; where they are the phases along width, their pixels leave side by side,
+// channels first.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -37,9 +40,10 @@ inline constexpr int kMostTaps = 160;               // of all sets
 inline constexpr int kMostFilterTaps = 384;         // of the filter
 inline constexpr int64_t kMostPieces = 0x7fffffff;  // of the packed filter, counted in 32 bits
 inline constexpr int kFewestSegment = 64;           // of columns, where channels are divided
-inline constexpr int kGranule = 8;     // of columns: an instruction's, and 16 bytes of 16 bits
-inline constexpr int kFewestLine = 8;  // positions of a slab's line, channels first
-inline constexpr int kMostPixels = 8;  // of a position in a block that normalises them
+inline constexpr int kGranule = 8;          // of columns: an instruction's, and 16 bytes of 16 bits
+inline constexpr int kMostBoxExtent = 256;  // along an axis of a tensor copy
+inline constexpr int kFewestLine = 8;       // positions of a slab's line, channels first
+inline constexpr int kMostPixels = 8;       // of a position in a block that normalises them
 
 using Problem = TransposedProblem;
 using Tap = std::array<int16_t, kMaxAxes>;
@@ -54,10 +58,21 @@ struct Shape {
   int segments = 1;     // of these
   bool planes = false;  // reads channels first, else last
   int residents = 1;    // blocks of a multiprocessor: one's products while another stores
+  int alike = 1;        // neighbouring segments whose phases have the same taps, multiplied at once
+  bool ping_pong = false;  // consumers take tiles in turns, else each a slab of all
 
   constexpr int segment_columns() const { return columns / segments; }
-  // Of the ring: a chunk of channels for both slabs and for the filter's columns.
-  constexpr int stage_bytes() const { return (kConsumers * kSlab + columns) * kChunkBytes; }
+  // Channels first, the columns that are staged at a time: eight channels of all segments at least.
+  constexpr int plane_columns(int portion) const { return std::max(portion, 8 * segments); }
+  // Of a copy's line then: as wide as swizzled ones are, or where a position has as many phases as
+  // a store's banks, as copies may be.
+  constexpr int plane_positions(int element_bytes) const {
+    return segments < 8 ? kChunkBytes / element_bytes / segments : kMostBoxExtent / segments;
+  }
+  // Of a tile.
+  constexpr int slabs() const { return ping_pong ? 1 : kConsumers; }
+  // Of the ring: a chunk of channels for a tile's slabs and for the filter's columns.
+  constexpr int stage_bytes() const { return (slabs() * kSlab + columns) * kChunkBytes; }
   constexpr int staged_portions() const { return residents == 1 ? 2 : 1; }  // of a consumer
 };
 

@@ -1,4 +1,4 @@
-// What conv/steps.hpp asks of this kind of convolution, and the steps that only it has.
+// The steps that only these convolutions have.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,6 @@
 #include "conv/sm90/boxes/passes.hpp"
 #include "conv/sm90/boxes/rows.hpp"
 #include "conv/steps.hpp"
-
-namespace fusedconv::conv {
-
-template <>
-struct PartialOf<sm90::boxes::Config> {
-  using Type = sm90::boxes::CountedPartial;
-};
-
-}  // namespace fusedconv::conv
 
 namespace fusedconv::conv::sm90::boxes {
 

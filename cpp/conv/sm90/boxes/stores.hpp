@@ -105,10 +105,11 @@ __device__ __forceinline__ void stage_planes(Params const& p, Consumer const& se
                                              Sums<Traits>& sums, unsigned char* staged) {
   using T = typename Traits::Element;
   constexpr int kPixelBytes = Traits::kSegments * Traits::kElementBytes;  // of a position
-  constexpr int kChannels = Traits::kPortion / Traits::kSegments;
+  constexpr int kChannels = Traits::kPlaneColumns / Traits::kSegments;
+  constexpr int kPortionBytes = Traits::kPlanePortions * Memory::kPortionBytes;
   constexpr int first = kPortionIndex * kChannels / 2;
   int const line_bytes = kPixelBytes << p.piece_shift;
-  uint32_t const mask = uint32_t(line_bytes) / 16 - 1;
+  uint32_t const mask = line_bytes > kChunkBytes ? 0 : uint32_t(line_bytes) / 16 - 1;
   int const lines = p.box[0] * p.box[1];  // of a sample
   int const pieces = p.box[2] >> p.piece_shift;
 #pragma unroll
@@ -119,20 +120,20 @@ __device__ __forceinline__ void stage_planes(Params const& p, Consumer const& se
     if (sample >= p.box[kMaxAxes]) continue;
     int const piece = column >> p.piece_shift;
     int const within = column - (piece << p.piece_shift);
-    uint32_t const start = piece * (Memory::kPortionBytes / pieces) + within * kPixelBytes +
+    uint32_t const start = piece * (kPortionBytes / pieces) + within * kPixelBytes +
                            (sample * kChannels * lines + line) * line_bytes;
 #pragma unroll
     for (int j = 0; j < kChannels / 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         int const channel = j * 8 + self.lane % 4 * 2 + e;
-        device::Pack<T, Traits::kSegments> pixels;
+        float values[Traits::kSegments];
 #pragma unroll
         for (int i = 0; i < Traits::kSegments; ++i) {
-          pixels.values[i] = device::from_float<T>(sums[i][first + j * 4 + half * 2 + e]);
+          values[i] = sum_of<Traits>(sums, i, first + j * 4 + half * 2 + e);
         }
         uint32_t const at = start + channel * lines * line_bytes;
-        store_swizzled(staged, at, mask, pixels);
+        store_swizzled(staged, at, mask, device::Pack<T, Traits::kSegments>::of(values));
       }
     }
   }
@@ -142,14 +143,15 @@ template <class Traits>
 __device__ __forceinline__ void store_planes(Params const& p, Maps const& maps, Result result,
                                              Block const& block, Slab const& slab, int portion,
                                              unsigned char const* staged) {
-  constexpr int kChannels = Traits::kPortion / Traits::kSegments;
+  constexpr int kChannels = Traits::kPlaneColumns / Traits::kSegments;
+  constexpr int kPortionBytes = Traits::kPlanePortions * Memory::kPortionBytes;
   int const channel = block.channel + portion * kChannels;
   if (channel >= p.output_channels) return;
   int const pieces = p.box[2] >> p.piece_shift;
   CUtensorMap const* const set =
       result == Result::kSaved ? &maps.saved[block.set] : &maps.parts[block.set];
   for (int piece = 0; piece < pieces; ++piece) {
-    cute::SM90_TMA_STORE_5D::copy(set, staged + piece * (Memory::kPortionBytes / pieces),
+    cute::SM90_TMA_STORE_5D::copy(set, staged + piece * (kPortionBytes / pieces),
                                   (slab.origin[2] + (piece << p.piece_shift)) * Traits::kSegments,
                                   slab.origin[1], slab.origin[0], channel, slab.sample);
   }
@@ -160,9 +162,10 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
                                                Block const& block, Slab const& slab,
                                                Consumer const& self, Sums<Traits>& sums,
                                                unsigned char* staged) {
-  if constexpr (kPortionIndex < Traits::kColumns / Traits::kPortion) {
-    constexpr int kStaged = Traits::kShape.staged_portions();
-    unsigned char* const own = staged + kPortionIndex % kStaged * Memory::kPortionBytes;
+  constexpr int kPortions = kChannelsLast ? 1 : Traits::kPlanePortions;  // that are one
+  if constexpr (kPortionIndex < Traits::kColumns / (kPortions * Traits::kPortion)) {
+    constexpr int kStaged = Traits::kShape.staged_portions() / kPortions;
+    unsigned char* const own = staged + kPortionIndex % kStaged * kPortions * Memory::kPortionBytes;
     // The copies of the portion that lay here have read it.
     if (self.thread == 0) device::wait_stores_read<kStaged - 1>();
     self.sync();
@@ -191,11 +194,11 @@ __device__ __forceinline__ void store(Params const& p, Maps const& maps, Result 
                                       Block const& block, Slab const& slab, Consumer const& self,
                                       Sums<Traits>& sums, unsigned char* staged) {
   if constexpr (Traits::kSegments > 1) {
-    if (Traits::kPlanes || !p.channels_last) {
+    if (Traits::kPlanes || Traits::kAlike > 1 || !p.channels_last) {
       return store_portions<Traits, false>(p, maps, result, block, slab, self, sums, staged);
     }
   }
-  if constexpr (!Traits::kPlanes) {
+  if constexpr (!Traits::kPlanes && Traits::kAlike == 1) {
     store_portions<Traits, true>(p, maps, result, block, slab, self, sums, staged);
   }
 }

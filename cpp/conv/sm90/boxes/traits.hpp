@@ -63,7 +63,13 @@ struct Traits {
   static constexpr int kBlockThreads =
       kResidents == 1 ? kThreads : kConsumers * kWarpgroupThreads + 32;
   static constexpr int kSegmentColumns = kShape.segment_columns();
-  using Own = Instruction<kMath, kSegmentColumns, kPlanes ? gmma::Major::MN : gmma::Major::K>;
+  // Of a step of channels: one a segment or group of those alike, or as many as one segment's
+  // columns take.
+  static constexpr int kAlike = kShape.alike;
+  static constexpr int kInstructions =
+      kSegments > 1 ? kSegments / kAlike : (kColumns + kMostBoxExtent - 1) / kMostBoxExtent;
+  static constexpr int kInstructionColumns = kColumns / kInstructions;
+  using Own = Instruction<kMath, kInstructionColumns, kPlanes ? gmma::Major::MN : gmma::Major::K>;
   using Element = typename Own::Element;
   using Mma = typename Own::Mma;
 
@@ -71,9 +77,14 @@ struct Traits {
   static constexpr int kChunk = kChunkBytes / kElementBytes;    // channels of a stage
   static constexpr int kStepBytes = 32;                         // of channels, in an instruction
   static constexpr int kSteps = kChunkBytes / kStepBytes;       // of a stage
-  static constexpr int kSums = kSegmentColumns / 2;             // of a thread and a segment
+  static constexpr int kSums = kInstructionColumns / 2;         // of a thread and an instruction
   static constexpr int kPortion = kChunkBytes / kElementBytes;  // columns that are staged at a time
-  static_assert(kColumns % kPortion == 0, "whole portions");
+  // The same channels first.
+  static constexpr int kPlaneColumns = kShape.plane_columns(kPortion);
+  static constexpr int kPlanePortions = kPlaneColumns / kPortion;
+  static_assert(kColumns % kPlaneColumns == 0 && kPlaneColumns % kPortion == 0, "whole portions");
+  static_assert(kPlanePortions <= kShape.staged_portions() || kSegments == 1);
+  static_assert(!kShape.ping_pong || (kResidents == 1 && kSegments == 1), "turns of whole blocks");
   static_assert(kElementBytes == traits_of(kMath).element_bytes());
 };
 

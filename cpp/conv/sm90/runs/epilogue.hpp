@@ -198,7 +198,7 @@ __device__ __forceinline__ void finish_tile(Params const& p,
     }
     if constexpr (sums_up.value) {
       merge_tile(moments, own.count, min(kBlockN, p.out_channels - channel0), barrier,
-                 [&](int channel, groupnorm::Partial const& partial) {
+                 [&](int channel, TilePartial const& partial) {
                    p.partials[int64_t(index) * p.out_channels + channel0 + channel] = partial;
                  });
     }

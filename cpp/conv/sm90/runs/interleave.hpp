@@ -190,7 +190,7 @@ __device__ __forceinline__ void finish_halves(Params const& p,
       int const phase = block.phase_d * p.phases_h.divisor + block.phase_h;
       merge_tile(
           moments, own.count * 2 * kHalf, min(4 * kChannels, p.tensor_channels - block.channel0),
-          barrier, [&](int channel, groupnorm::Partial const& partial) {
+          barrier, [&](int channel, TilePartial const& partial) {
             int64_t const all = int64_t(index) * p.tensor_channels + block.channel0 + channel;
             p.partials[all * row_phases + phase] = partial;
           });

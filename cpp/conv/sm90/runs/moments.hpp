@@ -60,7 +60,10 @@ __device__ __forceinline__ void merge_tile(float* moments, int pixels, int chann
   if (threadIdx.x % 32 == 0) own_moments(moments).count = float(all);
   device::sync_threads(barrier, kWarpgroupThreads);
   int const channel = threadIdx.x % kWarpgroupThreads;
-  if (channel < channels) write(channel, merge_warps(moments, channel).partial());
+  if (channel < channels) {
+    device::Moments const merged = merge_warps(moments, channel);
+    write(channel, TilePartial{merged.mean, merged.low, merged.m2});
+  }
   device::sync_threads(barrier, kWarpgroupThreads);
 }
 

@@ -3,13 +3,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "conv/sm90/merge_moments.hpp"
 #include "conv/sm90/runs/passes.hpp"
-#include "conv/sm90/runs/tile_pixels.hpp"
+#include "conv/sm90/runs/tile_parts.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/launch.hpp"
+#include "groupnorm/merge_partials_device.hpp"
 #include "groupnorm/plane.hpp"
 
 namespace fusedconv::conv::sm90::runs {
@@ -17,16 +17,19 @@ namespace {
 
 using groupnorm::Affine;
 using groupnorm::ChannelAffine;
+using groupnorm::kMergeThreads;
 
 static_assert(kMergeThreads == groupnorm::kThreads, "blocks that merge and normalise");
+// Of a group's partial moments, so many each block may merge.
+constexpr int64_t kMostMergedInPassing = 4 * kMergeThreads;
+static_assert(kMostMergedInPassing <= groupnorm::kMostByFewThreads, "the same bits in any batch");
 
 constexpr int kResidentThreads = 2048;  // of a multiprocessor
 
 // Block (split, plane).
 template <class T, class U, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kMergeThreads)
-    normalize_merging_kernel(MergeParams const merge, TilePixels const tile_pixels,
-                             groupnorm::Partial const* __restrict__ partials,
+    normalize_merging_kernel(groupnorm::MergeParams const merge, TileParts const parts,
                              groupnorm::StatisticsTargets targets, T const* __restrict__ input,
                              U* __restrict__ output, Affine affine, int64_t pixels,
                              int64_t split_size, int splits) {
@@ -35,7 +38,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   int const split = int(blockIdx.x % unsigned(splits));
   int const channel = plane % affine.channels;
   int const group = plane / affine.channels_per_group;
-  auto const merged = merged_statistics(merge, tile_pixels, partials, group);
+  auto const merged = groupnorm::merged_statistics<kMergeThreads>(merge, parts, group);
   if (threadIdx.x == 0) {
     shared = merged;
     if (split == 0 && channel % affine.channels_per_group == 0) {
@@ -65,8 +68,8 @@ bool merges_in_passing(Config const& config, GroupNormProblem const& p) {
 void normalize_merging(Config const& config, GroupNormProblem const& p,
                        NormalizeTensors const& tensors, cudaStream_t stream) {
   groupnorm::check(p);
-  MergeParams const merge = MergeParams::of(p, config.schedule.tiles);
-  TilePixels const tile_pixels = TilePixels::of(config);
+  auto const merge = groupnorm::MergeParams::of("sm90 normalize_merging", p, config.schedule.tiles);
+  TileParts const parts = TileParts::of(config, tensors.partials);
   groupnorm::StatisticsTargets const targets{.mean = tensors.mean, .rstd = tensors.rstd};
   Affine const affine = groupnorm::affine_of(p, tensors.weight, tensors.bias, nullptr);
   groupnorm::Split const split = split_of(p);
@@ -83,7 +86,7 @@ void normalize_merging(Config const& config, GroupNormProblem const& p,
         FUSEDCONV_CUDA(
             "sm90 normalize_merging",
             device::launch(&normalize_merging_kernel<T, U, vector.value, active.value>, grid,
-                           kMergeThreads, 0, stream, merge, tile_pixels, tensors.partials, targets,
+                           kMergeThreads, 0, stream, merge, parts, targets,
                            static_cast<T const*>(tensors.input), static_cast<U*>(tensors.output),
                            affine, p.pixels, split.size, split.count));
       });

@@ -17,7 +17,7 @@ struct Params {
   unsigned char const* filter;
   void const* bias;
   void* output;
-  groupnorm::Partial* partials;
+  TilePartial* partials;
   unsigned* turns;  // by block of output channels
   Raster raster;
   int out_channels, pixels;

@@ -1,8 +1,8 @@
 #include "conv/sm90/runs/passes.hpp"
 
-#include "conv/sm90/merge_moments.hpp"
 #include "conv/sm90/passes.hpp"
-#include "conv/sm90/runs/tile_pixels.hpp"
+#include "conv/sm90/runs/tile_parts.hpp"
+#include "groupnorm/merge_partials_device.hpp"
 
 namespace fusedconv::conv::sm90::runs {
 namespace {
@@ -46,12 +46,12 @@ void pack_phases(Config const& config, FilterSource const& source, PhasePlanes c
 }
 
 void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   TilePartial const* partials, groupnorm::StatisticsTargets const& targets,
                    cudaStream_t stream) {
   GroupNormProblem by_phase = problem;
   by_phase.channels *= config.phases.d.count * config.phases.h.count;
-  launch_merge_moments(by_phase, config.schedule.tiles, TilePixels::of(config), partials, targets,
-                       stream);
+  groupnorm::launch_merge_partials(config.row->name, by_phase, config.schedule.tiles,
+                                   TileParts::of(config, partials), targets, stream);
 }
 
 }  // namespace fusedconv::conv::sm90::runs

@@ -26,7 +26,7 @@ struct NormalizeTensors {
   void* output = nullptr;       // or the input
   void const* weight = nullptr;
   void const* bias = nullptr;
-  groupnorm::Partial const* partials = nullptr;
+  TilePartial const* partials = nullptr;
   float* mean = nullptr;  // [N, groups], or null; and so is rstd
   float* rstd = nullptr;
 };
@@ -42,7 +42,7 @@ void normalize_merging(Config const& config, GroupNormProblem const& problem,
 
 // Partial moments to statistics [N, groups], merged in a fixed order.
 void merge_moments(Config const& config, GroupNormProblem const& problem,
-                   groupnorm::Partial const* partials, groupnorm::StatisticsTargets const& targets,
+                   TilePartial const* partials, groupnorm::StatisticsTargets const& targets,
                    cudaStream_t stream);
 
 }  // namespace fusedconv::conv::sm90::runs

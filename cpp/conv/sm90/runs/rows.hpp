@@ -10,15 +10,15 @@
 #include "conv/problem.hpp"
 #include "conv/sm90/arguments.hpp"
 #include "conv/sm90/runs/schedule.hpp"
+#include "conv/sm90/runs/tile_partial.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/types.hpp"
-#include "groupnorm/statistics.hpp"
 
 namespace fusedconv::conv::sm90::runs {
 
 struct Config;
 // The output is [N, K, Z, P, Q].
-using Arguments = ConvolveArguments<Config>;
+using Arguments = ConvolveArguments<Config, TilePartial>;
 
 // One compiled kernel for each activation.
 struct Row {
@@ -57,8 +57,7 @@ struct Config {
   MathTraits const& traits() const { return traits_of(row->math); }
   // By tile, channel and phase along depth and height; phases along width are of one.
   int64_t partial_bytes_per_sample() const {
-    return int64_t(schedule.tiles) * (problem.k / phases.w.count) *
-           int64_t(sizeof(groupnorm::Partial));
+    return int64_t(schedule.tiles) * (problem.k / phases.w.count) * int64_t(sizeof(TilePartial));
   }
 };
 

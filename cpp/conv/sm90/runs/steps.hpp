@@ -86,7 +86,7 @@ class NormalizeMerging final : public Step {
                        .output = context.at(output_),
                        .weight = context.at(weight_),
                        .bias = context.at(bias_),
-                       .partials = context.at<groupnorm::Partial>(partials_),
+                       .partials = context.at<TilePartial>(partials_),
                        .mean = context.at<float>(mean_),
                        .rstd = context.at<float>(rstd_)},
                       context.stream);

@@ -171,8 +171,8 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
   });
   deviations = sum_over_quad(deviations);
   squares = sum_over_quad(squares);
-  device::Moments const moments =
-      device::shifted_moments(fmaxf(count, 1.0f), mean, deviations, squares);
+  device::Moments moments = device::shifted_moments(fmaxf(count, 1.0f), mean, deviations, squares);
+  moments.count = count;
   int const channel = group.channel + own.channel;
   int const tile = p.shares_rows ? place.tile_index * kConsumers + consumer : place.tile_index;
   int64_t const slot = int64_t(place.sample) * p.partial_slots +
@@ -182,8 +182,7 @@ __device__ __forceinline__ void leave_moments(Params const& p, Place const& plac
                        group.residue[2] + own.phase;
   int const groups = p.blocks / p.blocks_m.divisor;
   if (lane % 4 == 0 && group.present && channel < p.output_channels) {
-    p.partials[(slot * groups + place.group) * p.output_channels + channel] = {count,
-                                                                               moments.partial()};
+    p.partials[(slot * groups + place.group) * p.output_channels + channel] = moments.partial();
   }
   __syncwarp();
 }

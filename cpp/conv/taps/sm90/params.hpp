@@ -19,7 +19,7 @@ struct Params {
   float const* scale;
   float const* shift;
   void* output;
-  CountedPartial* partials;
+  groupnorm::Partial* partials;
   Axis axes[kMaxAxes];
   int tile[kMaxAxes], box[kMaxAxes], lead;
   Order order;

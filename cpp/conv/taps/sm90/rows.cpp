@@ -62,9 +62,4 @@ int64_t Config::partial_slots() const {
          s.axes[2].phases;
 }
 
-int64_t Config::partial_bytes_per_sample() const {
-  return partial_slots() * problem.output_channels * problem.groups *
-         int64_t(sizeof(CountedPartial));
-}
-
 }  // namespace fusedconv::conv::taps::sm90

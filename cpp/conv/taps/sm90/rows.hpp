@@ -20,12 +20,12 @@ struct Arguments {
   Activation activation = Activation::kIdentity;
   bool activates_output = true;  // else only the moments are of activated values
   void const* input = nullptr;
-  void const* filter = nullptr;        // packed by pack_filter()
-  void const* bias = nullptr;          // [K] of the tensors' type, or null
-  float const* scale = nullptr;        // [K], or null: times the biased sum
-  float const* shift = nullptr;        // [K], or null: added to that
-  void* output = nullptr;              // in the input's layout
-  CountedPartial* partials = nullptr;  // [N, slots, K]; or null
+  void const* filter = nullptr;            // packed by pack_filter()
+  void const* bias = nullptr;              // [K] of the tensors' type, or null
+  float const* scale = nullptr;            // [K], or null: times the biased sum
+  float const* shift = nullptr;            // [K], or null: added to that
+  void* output = nullptr;                  // in the input's layout
+  groupnorm::Partial* partials = nullptr;  // [N, slots, K]; or null
 };
 
 // One compiled kernel.
@@ -68,7 +68,6 @@ struct Config {
   int splits() const;
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const;
-  int64_t partial_bytes_per_sample() const;
 };
 
 }  // namespace fusedconv::conv::taps::sm90

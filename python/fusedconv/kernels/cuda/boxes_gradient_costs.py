@@ -89,7 +89,7 @@ def weight_milliseconds(
 ) -> float:
     """Of the weight's gradient by a row of ``_C.sm90.boxes.weight.rows()``: of its launches, but
     for what a launch takes by itself. ``writes``: it leaves no partial sums."""
-    area = row.channels * row.columns * _C.sm90.boxes.block_positions // 2
+    area = row.channels * row.columns * _C.sm90.boxes.box_positions
     products = costs.products
     if row.packs:
         products = costs.from_registers[row.channels]

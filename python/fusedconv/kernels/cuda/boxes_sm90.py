@@ -2,10 +2,11 @@
 
 For each tap of the filter and chunk of channels, a tensor copy brings a box of the input, shifted
 by the tap, to shared memory as the warpgroup instructions want it, with zeros for what lies
-outside; two consumer warpgroups multiply boxes of their own by the same block of the filter. What
-they finish leaves by tensor copies as well, to the pixels of one sub-pixel phase each or, channels
-first, with the phases along width side by side. A row is a way in which products are formed, how
-many columns (output channels of phases) a block has, and how many neighbouring phases share them.
+outside; two consumer warpgroups multiply boxes of their own by the same block of the filter, or
+take boxes in turns, so that one multiplies while the other finishes. What they finish leaves by
+tensor copies as well, to the pixels of one sub-pixel phase each or, channels first, with the phases
+along width side by side. A row is a way in which products are formed, how many columns (output
+channels of phases) a block has, and how many neighbouring phases share them.
 
 GroupNorm's moments are taken in the epilogue, in 16 bits by part of the rows. Where only the result
 is asked for and products take less than memory, it is convolved twice: for the moments, of which
@@ -59,7 +60,7 @@ COLUMN_CYCLES = 4.0
 class CostConstants:
     """What ``BoxesSm90.estimate`` multiplies, in cycles of a multiprocessor."""
 
-    #: A step's products, over their cycles at full rate, by a row's segments.
+    #: A step's products, over their cycles at full rate, by a row's segments that differ in taps.
     products: Mapping[int, float]
     #: A byte that a step copies.
     copied: float
@@ -69,9 +70,10 @@ class CostConstants:
     column: Mapping[tuple[str, int], float]
     #: A block of columns beside these.
     block: float
-    #: A column's moments, by bytes of an element, and its GroupNorm by statistics; one that is not
-    #: stored, over one that is.
+    #: A column's moments, by bytes of an element, its GroupNorm by statistics, and a norm over
+    #: channels; one that is not stored, over one that is.
     moments: Mapping[int, float]
+    pixels: float
     normalised: float
     unstored: float
     #: Where blocks share a multiprocessor: a row's products and epilogue, over those of one that
@@ -80,10 +82,15 @@ class CostConstants:
     shared_products: Mapping[int, float]
     shared_epilogue: Mapping[tuple[str, int], float]
     shorter: Mapping[int, float]
+    #: Where groups of warps take turns: all of a tile over the longer of its products and half of
+    #: what one group does, by columns and bytes of an element.
+    turns: Mapping[tuple[int, int], float]
     #: A launch beside these.
     launch: float
-    #: All of it where bytes bound it, over their time at copy rate.
+    #: All of it where bytes bound it, over their time at copy rate, and what of the shorter of the
+    #: two adds to the longer.
     moved: float
+    hidden: float
     #: Passes that transpose a tensor from one layout to the other, over their time at copy rate.
     transposed: float
     #: Seconds of an element of the packed filter.
@@ -100,13 +107,16 @@ COSTS = CostConstants(
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
     block=1030.0,
     moments={2: 18.0, 4: 10.0},
+    pixels=20.0,
     normalised=9.0,
     unstored=0.1,
     shared_products={1: 0.92, 2: 0.99, 4: 1.24},
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
     shorter={2: 1.0, 4: 0.83},
+    turns={(256, 2): 1.2, (256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
     launch=9000.0,
     moved=1.42,
+    hidden=0.02,
     transposed=1.5,
     pack=3e-12,
 )
@@ -121,23 +131,27 @@ def tile_cycles(
     stored: int = 1,
     beside: float = 0.0,
 ) -> float:
-    """Of a pair of boxes and all columns, each ``stored`` so many times and with cycles ``beside``;
+    """Of a tile and all columns, each ``stored`` so many times and with cycles ``beside``;
     ``layout`` is the output's, ``size`` an element's."""
     steps = 0.0
+    parts = row.segments // row.alike  # instructions of a step of channels
     for mask in config.masks:
         own = row.columns
         if row.segments > 1:
             own = row.columns // row.segments * mask.bit_count()
-        lines = _C.sm90.boxes.block_positions + own
+        lines = _C.sm90.boxes.box_positions * row.boxes + own
         copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
-        steps += max(own * COLUMN_CYCLES * costs.products[row.segments], copied)
+        full_rate = own * COLUMN_CYCLES * row.boxes / 2
+        steps += max(full_rate * costs.products[parts], copied)
         steps += costs.step
     column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
     products: float = steps * config.channel_blocks * config.chunks
     epilogue: float = config.blocks * (row.columns * column + costs.block)
+    if row.boxes == 1:
+        return max(products, (products + epilogue) / 2) * costs.turns[row.columns, size]
     if row.residents == 1:
         return products + epilogue
-    products *= costs.shared_products[row.segments]
+    products *= costs.shared_products[parts]
     epilogue *= costs.shared_epilogue[layout, size]
     return max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
 
@@ -145,7 +159,7 @@ def tile_cycles(
 def launch_cycles(
     tile: float, config: Any, tiles: int, device: Device, costs: CostConstants
 ) -> float:
-    """Of a launch of so many pairs of boxes, ``tile`` cycles each."""
+    """Of a launch of so many tiles, ``tile`` cycles each."""
     multiprocessors = max(1, device.multiprocessors)
     whole, left = divmod(tiles, multiprocessors)
     # Tiles that are left over are divided by blocks of columns.
@@ -214,7 +228,7 @@ class BoxesSm90(TapsRow):
         return self._conv_layout(problem) != problem.output_layout or self._pads_output(problem)
 
     def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
-        # Tiles are pairs of boxes, which are what is counted.
+        # Boxes are counted, of which a tile may have two.
         return int(2 * config.launch_tiles(1) * config.blocks)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
@@ -422,18 +436,22 @@ class BoxesSm90(TapsRow):
         stored: int,
         beside: float,
     ) -> float:
-        """The convolution once; with something ``beside`` a column, boxes are of one sample."""
+        """The convolution once; with something of a GroupNorm ``beside`` a column, boxes are of one
+        sample."""
         config = self.config(problem, device)
         size, layout = problem.dtype.itemsize, self._conv_layout(problem)
-        tile = tile_cycles(self.row, config, layout, size, costs, stored, beside)
+        own = beside + (costs.pixels if self._normalises(problem, device) else 0.0)
+        tile = tile_cycles(self.row, config, layout, size, costs, stored, own)
         boxes = config.partial_slots // len(config.sets)  # of a sample
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config)):
-            tiles = math.ceil(samples * boxes / 2) if beside else config.launch_tiles(samples)
+            by_sample = math.ceil(samples * boxes / self.row.boxes)
+            tiles = by_sample if beside else config.launch_tiles(samples)
             cycles += launches * launch_cycles(tile, config, tiles, device, costs)
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
-        return max(cycles * 1e3 / device.clock_hertz, bytes_bound)
+        computed = cycles * 1e3 / device.clock_hertz
+        return max(computed, bytes_bound) + costs.hidden * min(computed, bytes_bound)
 
     def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
         """Milliseconds of a supported problem, were the constants these."""

@@ -70,7 +70,7 @@ def test_taps_gather_what_the_transposed_convolution_scattered():
     """The gradient of the input in float64, by the sources, shifts and taps that kernels read."""
     generator = random.Random(0)
     room = _C.sm90.boxes
-    row = next(row for row in room.rows() if row.name == "sm90_boxes_bf16_64")
+    row = next(row for row in room.rows() if row.name == "sm90_boxes_bf16_64_pair")
     checked = 0
     while checked < 60:
         stride = [generator.randint(1, 4) for _ in range(2)]
@@ -377,7 +377,7 @@ def test_a_weight_has_the_configs_channels_or_those_that_are_padded_to_them(room
     def make(c: int, k: int):
         weight = _C.FilterSource(c=c, k=k, taps=(1, 2, 2), strides=(4, 4 * c, 0, 2, 1))
         if room == "boxes":
-            row = next(row for row in boxes.rows() if row.name == "sm90_boxes_bf16_64")
+            row = next(row for row in boxes.rows() if row.name == "sm90_boxes_bf16_64_pair")
             config = boxes.Config(row, problem=problem, device=device, gathers=True)
             return boxes.PackFilter(config, source=weight, weight=source, filter=source)
         row = next(row for row in boxes.weight.rows() if row.math.name == "bf16")

@@ -274,7 +274,7 @@ def test_planes_of_a_few_pixels_leave_moments_to_a_pass():
     ],
 )
 def test_pixels_that_are_not_whole_16_bytes_are_padded(channels, out, layout, front, behind):
-    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64")
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64_pair")
     sizes = Sizes(
         channels=channels, out=out, groups=1, spatial=(8, 8), kernel=(4, 4), stride=(2, 2),
         padding=(1, 1), output_padding=(0, 0), dilation=(1, 1),
@@ -286,7 +286,7 @@ def test_pixels_that_are_not_whole_16_bytes_are_padded(channels, out, layout, fr
     at = len(front)
     for step, expected in zip(steps[:at] + steps[at + 1 :], front + behind, strict=True):
         assert step.startswith(expected)
-    assert steps[at].startswith("sm90_boxes_bf16_64")
+    assert steps[at].startswith("sm90_boxes_bf16_64_pair")
     padded = -(-channels // 8) * 8
     if front:
         assert steps[0].endswith(f"channels {channels} -> {padded}")
@@ -295,7 +295,7 @@ def test_pixels_that_are_not_whole_16_bytes_are_padded(channels, out, layout, fr
 
 def test_scratch_of_a_padded_output_of_another_dtype_is_within_the_limit():
     """As autocast in front of a normalisation asks for it: chunks are of what the program takes."""
-    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64")
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_64_pair")
     sizes = Sizes(
         channels=64, out=1, groups=1, spatial=(256, 256), kernel=(4, 4), stride=(2, 2),
         padding=(1, 1), output_padding=(0, 0), dilation=(1, 1),

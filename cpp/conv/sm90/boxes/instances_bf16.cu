@@ -8,7 +8,6 @@ void append_bf16(std::vector<Row>& rows) {
   append_row<Math::kBF16, Shape{.columns = 256}>(rows);
   append_row<Math::kBF16, Shape{.columns = 192}>(rows);
   append_row<Math::kBF16, Shape{.columns = 128}>(rows);
-  append_row<Math::kBF16, Shape{.columns = 64}>(rows);
   append_row<Math::kBF16, Shape{.columns = 256, .segments = 8}>(rows);
   append_row<Math::kBF16, Shape{.columns = 256, .segments = 4, .planes = true}>(rows);
   append_row<Math::kBF16, Shape{.columns = 128, .residents = 2}>(rows);

@@ -7,8 +7,6 @@ void append_tf32(std::vector<Row>& rows) {
   append_row<Math::kTf32, Shape{.columns = 256, .ping_pong = true}>(rows);
   append_row<Math::kTf32, Shape{.columns = 256}>(rows);
   append_row<Math::kTf32, Shape{.columns = 192}>(rows);
-  append_row<Math::kTf32, Shape{.columns = 128}>(rows);
-  append_row<Math::kTf32, Shape{.columns = 64}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 64, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .segments = 2, .residents = 2}>(rows);

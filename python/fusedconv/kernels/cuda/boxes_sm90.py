@@ -505,4 +505,11 @@ def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltForward("sm90_boxes", "boxes_sm90")]
     room = _C.sm90.boxes
-    return [BoxesSm90(room, index, row) for index, row in enumerate(room.rows())]
+    # Blocks of 128 columns that have a multiprocessor to themselves compute input gradients alone:
+    # forward, where they store more for as many products, others are quicker.
+    forward = [
+        (index, row)
+        for index, row in enumerate(room.rows())
+        if row.columns > 128 or row.residents > 1
+    ]
+    return [BoxesSm90(room, index, row) for index, row in forward]

@@ -92,7 +92,10 @@ void bind_sm90_boxes(py::module_& room) {
           "Of a block: output channels of phases.")
       .def_property_readonly(
           "boxes", [](Row const& row) { return row.shape.slabs(); },
-          "Of positions that a block multiplies at a time; of one, two groups of warps take turns.")
+          "Of positions that a block multiplies at a time; of one, groups of warps take turns.")
+      .def_property_readonly(
+          "stationary", [](Row const& row) { return row.shape.stationary; },
+          "Whether a multiprocessor has one block of columns, whose filter stays in shared memory.")
       .def_property_readonly(
           "alike", [](Row const& row) { return row.shape.alike; },
           "Neighbouring segments whose phases have the same taps, multiplied at once.")

@@ -157,6 +157,19 @@ struct RingCursor {
   __device__ __forceinline__ void skip(int count, int stages) {
     for (int i = 0; i < count; ++i) advance(stages);
   }
+  // Of so many that divide the stages, from a stage that is a multiple of them on.
+  __device__ __forceinline__ void step(int count, int stages) {
+    if ((stage += count) >= stages) {
+      stage -= stages;
+      parity ^= 1;
+    }
+  }
+  // As skip(), by a division.
+  __device__ __forceinline__ void jump(int count, int stages) {
+    int const uses = (stage + count) / stages;
+    stage += count - uses * stages;
+    parity ^= uses & 1;
+  }
 };
 
 }  // namespace fusedconv::device

@@ -13,64 +13,110 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// For boxes of a slab and a chunk of channels. Of a convolution that scatters: of the input whole;
-// of the output, and of what is saved, channels last by phases' pixels, channels first by sets'. Of
-// one that gathers: of the output whole and of the input by sources.
+// For boxes of a slab and a chunk of channels.
 struct Maps {
-  CUtensorMap whole;
-  CUtensorMap parts[kMostPhases];
-  CUtensorMap saved[kMostPhases];
-  CUtensorMap weight;  // for rows of a tap and a chunk, where that is read as it lies
+  CUtensorMap reads[kMostPhases];   // the input: whole, or where it is gathered by sources
+  CUtensorMap writes[kMostPhases];  // the output: channels last by phases, channels first by sets
+  CUtensorMap saved[kMostPhases];   // what is saved, likewise
+  CUtensorMap weight;               // rows of a tap and a chunk, where that is read as it lies
 };
 
 struct Barriers {
   uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t kept;  // a filter that stays
 };
 static_assert(sizeof(Barriers) <= Memory::kBarrierBytes);
 
+// A tap's and chunk's rows of the filter, from `packed` or, of the only set, as the weight lies.
+template <class Traits>
+__device__ __forceinline__ void copy_filter(Params const& p, Maps const& maps, Block const& block,
+                                            int channel, int tap, unsigned char const* packed,
+                                            int bytes, unsigned char* rows, uint64_t* full) {
+  if (p.packed) {
+    device::bulk_load(device::shared_address(rows), packed, bytes, full);
+  } else {
+    cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full,
+                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), rows, channel,
+                                 tap, block.channel, 0, 0);
+  }
+}
+
+// The whole filter of a block of columns, in the order of its steps.
+template <class Traits>
+__device__ __forceinline__ void keep_filter(Params const& p, Maps const& maps, Block const& block,
+                                            Barriers& barriers, unsigned char* kept) {
+  constexpr int kStepBytes = Traits::kColumns * kChunkBytes;
+  device::arrive_and_expect(&barriers.kept, block.taps * p.chunks * kStepBytes);
+  unsigned char const* packed = p.filter + block.filter * kChunkBytes;
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    for (int tap = 0; tap < block.taps; ++tap) {
+      copy_filter<Traits>(p, maps, block, chunk * Traits::kChunk, tap, packed, kStepBytes, kept,
+                          &barriers.kept);
+      packed += kStepBytes;
+      kept += kStepBytes;
+    }
+  }
+}
+
+// The steps of the producer `self` of all, a thread each, which take every kProducers-th and by it
+// stages of their own. How long a thread takes for a step bounds what a ring with short products
+// brings: it goes from one of its steps straight to the next.
 template <class Traits>
 __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Barriers& barriers,
-                                          unsigned char* shared) {
-  device::RingCursor cursor;
-  cursor.parity = 1;
-  for (Items item(p); item.present(); item.advance()) {
+                                          unsigned char* shared, int self) {
+  constexpr int kSlabs = Traits::kShape.slabs(), kProducers = Traits::kProducers;
+  device::RingCursor cursor{.stage = self, .parity = 1};
+  int step = self;  // of the tile, or of tiles behind it
+  for (Items<Traits> item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
-    constexpr int kSlabs = Traits::kShape.slabs();
-    int const tile = item.tile * kSlabs;
-    Slab const slabs[kConsumers] = {Slab(p, tile), Slab(p, tile + 1)};
-    int const box_bytes = p.box_bytes * (kSlabs == 2 && slabs[1].present ? 2 : 1);
-    unsigned char const* filter = p.filter + block.filter * kChunkBytes;
-    for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      for (int tap = block.first_tap; tap < block.first_tap + block.taps; ++tap) {
-        Tap const shift = p.taps[tap];
-        int const segments = Traits::kSegments == 1 ? 1 : __popc(p.masks[tap]);
-        int const filter_bytes = segments * Traits::kSegmentColumns * kChunkBytes;
-        uint64_t* const full = &barriers.full[cursor.stage];
-        unsigned char* const stage = shared + cursor.stage * Traits::kShape.stage_bytes();
-        wait_for(&barriers.empty[cursor.stage], cursor.parity);
-        device::arrive_and_expect(full, box_bytes + filter_bytes);
-#pragma unroll
-        for (int i = 0; i < kSlabs; ++i) {
-          if (!slabs[i].present) continue;
-          int const channel = chunk * Traits::kChunk, column = slabs[i].origin[2] + shift[2];
-          cute::SM90_TMA_LOAD_5D::copy(
-              p.gathers ? &maps.parts[p.tap_sources[tap]] : &maps.whole, full,
-              uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), stage + i * kSlab * kChunkBytes,
-              Traits::kPlanes ? column : channel, Traits::kPlanes ? channel : column,
-              slabs[i].origin[1] + shift[1], slabs[i].origin[0] + shift[0], slabs[i].sample);
-        }
-        unsigned char* const rows = stage + kSlabs * kSlab * kChunkBytes;
-        if (p.packed) {
-          device::bulk_load(device::shared_address(rows), filter, filter_bytes, full);
-        } else {
-          cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full,
-                                       uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), rows,
-                                       chunk * Traits::kChunk, tap, block.channel, 0, 0);
-        }
-        filter += filter_bytes;
-        cursor.advance(p.stages);
-      }
+    int const taps = block.taps, steps = taps * p.chunks;
+    if (kProducers > 1 && step >= steps) {
+      step -= steps;
+      continue;
     }
+    int const tile = item.tile * kSlabs;
+    Slab const slabs[2] = {Slab(p, tile), Slab(p, tile + 1)};
+    bool const second = kSlabs == 2 && slabs[1].present;
+    int const boxes_bytes = p.box_bytes * (second ? 2 : 1);
+    unsigned char const* filter = p.filter + block.filter * kChunkBytes;
+    int tap = step, channel = 0;
+    auto const wrap_tap = [&] {
+      for (; tap >= taps; channel += Traits::kChunk) tap -= taps;
+    };
+    if constexpr (kProducers > 1) wrap_tap();
+#pragma unroll 1
+    for (; step < steps; step += kProducers) {
+      TapCopy const copied = p.taps[block.first_tap + tap];
+      CUtensorMap const* const map = &maps.reads[copied.source];
+      int filter_bytes = 0;
+      if constexpr (!Traits::kStationary) {
+        int const segments = Traits::kSegments == 1 ? 1 : __popc(p.masks[block.first_tap + tap]);
+        filter_bytes = segments * Traits::kSegmentColumns * kChunkBytes;
+      }
+      uint64_t* const full = &barriers.full[cursor.stage];
+      unsigned char* const stage = shared + cursor.stage * Traits::kShape.stage_bytes();
+      auto const copy_box = [&](int i) {
+        int const column = slabs[i].origin[2] + copied.shift[2];
+        cute::SM90_TMA_LOAD_5D::copy(
+            map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+            stage + i * kSlab * kChunkBytes, Traits::kPlanes ? column : channel,
+            Traits::kPlanes ? channel : column, slabs[i].origin[1] + copied.shift[1],
+            slabs[i].origin[0] + copied.shift[0], slabs[i].sample);
+      };
+      wait_for(&barriers.empty[cursor.stage], cursor.parity);
+      device::arrive_and_expect(full, boxes_bytes + filter_bytes);
+      copy_box(0);
+      if (second) copy_box(1);
+      if constexpr (!Traits::kStationary) {
+        copy_filter<Traits>(p, maps, block, channel, tap, filter, filter_bytes,
+                            stage + kSlabs * kSlab * kChunkBytes, full);
+        filter += filter_bytes;
+      }
+      cursor.step(kProducers, p.stages);
+      tap += kProducers;
+      wrap_tap();
+    }
+    step -= steps;
   }
 }
 

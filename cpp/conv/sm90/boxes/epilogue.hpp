@@ -16,13 +16,13 @@ __device__ __forceinline__ Result first_result(Params const& p) {
   return p.saves ? Result::kSaved : Result::kOutput;
 }
 
-// The results of a slab. Loops keep the code there once. shared: the consumer's.
+// The results of a slab. Loops keep the code there once. shared: the consumer's, where `values` are
+// too unless all tiles have the same.
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
                                        Slab const& slab, Consumer const& self,
                                        OwnColumns<Traits, kExtra>& columns, Sums<Traits>& sums,
-                                       unsigned char* shared) {
-  auto const& values = ColumnValues<Traits>::in(shared);
+                                       unsigned char* shared, ColumnValues<Traits> const& values) {
   auto const round = [&] {
     for_each_sum<Traits>(
         sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });

@@ -5,6 +5,8 @@ namespace fusedconv::conv::sm90::boxes {
 void append_f16(std::vector<Row>& rows) {
   append_row<Math::kF16, Shape{.columns = 384, .ping_pong = true}>(rows);
   append_row<Math::kF16, Shape{.columns = 256, .ping_pong = true}>(rows);
+  append_row<Math::kF16,
+             Shape{.columns = 128, .ping_pong = true, .consumers = 4, .stationary = true}>(rows);
   append_row<Math::kF16, Shape{.columns = 256}>(rows);
   append_row<Math::kF16, Shape{.columns = 192}>(rows);
   append_row<Math::kF16, Shape{.columns = 128}>(rows);

@@ -5,6 +5,10 @@ namespace fusedconv::conv::sm90::boxes {
 void append_tf32(std::vector<Row>& rows) {
   append_row<Math::kTf32, Shape{.columns = 384, .ping_pong = true}>(rows);
   append_row<Math::kTf32, Shape{.columns = 256, .ping_pong = true}>(rows);
+  append_row<
+      Math::kTf32,
+      Shape{.columns = 128, .ping_pong = true, .consumers = 4, .stationary = true, .staged = 1}>(
+      rows);
   append_row<Math::kTf32, Shape{.columns = 256}>(rows);
   append_row<Math::kTf32, Shape{.columns = 192}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .residents = 2}>(rows);

@@ -1,4 +1,4 @@
-// The convolution: two consumer warpgroups multiply what one thread has copied, tile after tile.
+// The convolution: consumer warpgroups multiply what one thread has copied, tile after tile.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
 #include "cuda/async.hpp"
+#include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
@@ -49,7 +50,8 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   int const line_bytes = p.box[2] * Traits::kElementBytes;
   uint64_t const positions0 =
       Traits::kPlanes ? lines_operand<Traits>(own, line_bytes) : rows_operand(own);
-  uint64_t const filter0 = rows_operand(ring + kSlabs * kSlab * kChunkBytes);
+  uint64_t const filter0 =
+      rows_operand(ring + (Traits::kStationary ? p.memory.kept : kSlabs * kSlab * kChunkBytes));
   // To the channels of the next instruction.
   uint32_t const step_units =
       (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
@@ -60,27 +62,49 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       self.index * Traits::kShape.staged_portions() * Memory::kPortionBytes;
   device::RingCursor cursor;
   auto const release = [&](int stage) {
-    if (self.lane == 0) device::arrive(&barriers.empty[stage]);
+    if (cute::elect_one_sync()) device::arrive(&barriers.empty[stage]);
   };
-  // Who takes turns begins with products once the other has found all of its stages full: a
+  // Who takes turns begins with products once the one before has found all of its stages full: a
   // barrier's parity tells phases apart that follow each other, no others.
-  auto const turn_of = [](int index) { return 1 + kConsumers + index; };
-  constexpr int kBoth = kConsumers * kWarpgroupThreads;
+  auto const turn_of = [](int index) { return 1 + Traits::kOwnConsumers + index; };
+  constexpr int kBoth = 2 * kWarpgroupThreads;
+  int const next = self.index + 1 < Traits::kOwnConsumers ? self.index + 1 : 0;
   int whose = 0;
-  if (kPingPong && self.index == 1) device::arrive_threads(turn_of(0), kBoth);
-  for (Items item(p); item.present(); item.advance()) {
+  auto const pass_turn = [&] { device::arrive_threads(turn_of(next), kBoth); };
+  if (kPingPong && next == 0) pass_turn();
+  Items<Traits> item(p);
+  // A consumer goes to its own tiles at once where all have as many steps.
+  int tiles = 1, others_steps = 0;
+  if constexpr (Traits::kStationary) {
+    wait_for(&barriers.kept, 0);
+    Block const block(p, item.block);
+    tiles = Traits::kOwnConsumers;
+    others_steps = block.taps * p.chunks * (tiles - 1);
+    item.advance(self.index);
+    cursor.jump(block.taps * p.chunks * self.index, p.stages);
+  }
+  auto const advance = [&] {
+    if constexpr (Traits::kStationary) {
+      item.advance(tiles);
+      cursor.jump(others_steps, p.stages);
+    } else {
+      item.advance();
+    }
+  };
+  for (; item.present(); advance()) {
     Block const block(p, item.block);
     int const steps = block.taps * p.chunks;
-    if constexpr (kPingPong) {
+    if constexpr (kPingPong && !Traits::kStationary) {
       bool const others = whose != self.index;
-      whose ^= 1;
+      if (++whose == Traits::kOwnConsumers) whose = 0;
       if (others) {
-        cursor.skip(steps, p.stages);
+        cursor.jump(steps, p.stages);
         continue;
       }
     }
+    Slab const slab(p, item.tile * kSlabs + own_slab);
     OwnColumns<Traits, kExtra> columns;
-    columns.load_early(p, block, self);
+    if (!Traits::kStationary || !p.keeps_values) columns.load_early(p, block, self);
     if constexpr (kPingPong) device::sync_threads(turn_of(self.index), kBoth);
     int tap = 0;
     Sums<Traits> sums;
@@ -91,7 +115,8 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     for (int step = 0; step < steps; ++step) {
       uint32_t const offset = uint32_t(cursor.stage * Traits::kShape.stage_bytes()) >> 4;
       uint64_t const a = positions0 + offset;
-      uint64_t b = filter0 + offset;
+      uint64_t b =
+          filter0 + (Traits::kStationary ? step * Traits::kColumns * kChunkBytes >> 4 : offset);
       uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
       if (++tap == block.taps) tap = 0;
       wait_for(&barriers.full[cursor.stage], cursor.parity);
@@ -107,17 +132,19 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
         b += Traits::kInstructionColumns * kChunkBytes >> 4;
       }
       cute::warpgroup_commit_batch();
+      // While the last products are under way, or before them, the next one's begin.
+      if (kPingPong && step + 1 == steps) pass_turn();
       cute::warpgroup_wait<1>();
       if (in_flight >= 0) release(in_flight);
       in_flight = cursor.stage;
       cursor.advance(p.stages);
     }
-    if constexpr (kPingPong) device::arrive_threads(turn_of(1 - self.index), kBoth);
+    if (kPingPong && steps == 0) pass_turn();
     // A block by itself has the last products to hide this behind. Where two share the
     // multiprocessor, the other's are, and the copies want the last stage back first.
-    constexpr bool kLeavesEarly = Traits::kResidents == 1;
-    Slab const slab(p, item.tile * kSlabs + own_slab);
+    constexpr bool kLeavesEarly = !Traits::kScarce;
     auto const leave = [&] {
+      if (Traits::kStationary && p.keeps_values) return;
       if (slab.present) columns.leave(p, block, slab, first_result(p), self, staged);
     };
     if constexpr (kLeavesEarly) leave();
@@ -125,7 +152,11 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     if (in_flight >= 0) release(in_flight);
     if constexpr (!kLeavesEarly) leave();
-    if (slab.present) finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged);
+    if (!slab.present) continue;
+    unsigned char* const values =
+        Traits::kStationary && p.keeps_values ? shared + p.memory.values : staged;
+    finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged,
+                           ColumnValues<Traits>::in(values));
   }
 }
 
@@ -139,17 +170,38 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
       device::init_barrier(&barriers.full[i], 1);
       device::init_barrier(&barriers.empty[i], Traits::kShape.slabs() * kWarpgroupWarps);
     }
+    device::init_barrier(&barriers.kept, 1);
     device::fence_barrier_init();
+  }
+  if constexpr (Traits::kStationary) {
+    if (p.keeps_values && threadIdx.x < kWarpgroupThreads) {
+      OwnColumns<Traits, kExtra> columns;
+      columns.keep(p, Block(p, Items<Traits>(p).block), int(threadIdx.x),
+                   ColumnValues<Traits>::in(shared + p.memory.values));
+    }
   }
   __syncthreads();
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
-  if (role == kConsumers) {
-    if constexpr (Traits::kResidents == 1) cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
-    if (threadIdx.x == kConsumers * kWarpgroupThreads) fill_ring<Traits>(p, maps, barriers, shared);
+  if (role == Traits::kOwnConsumers) {
+    if constexpr (Traits::kGivesRegisters) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kLeftRegisters>();
+    }
+    int const producer =
+        __reduce_max_sync(~0u, int(threadIdx.x) / 32 - Traits::kOwnConsumers * kWarpgroupWarps);
+    if (producer >= Traits::kProducers || !cute::elect_one_sync()) return;
+    if constexpr (Traits::kStationary) {
+      if (producer == 0) {
+        keep_filter<Traits>(p, maps, Block(p, Items<Traits>(p).block), barriers,
+                            shared + p.memory.kept);
+      }
+    }
+    fill_ring<Traits>(p, maps, barriers, shared, producer);
     return;
   }
-  if constexpr (Traits::kResidents == 1) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+  if constexpr (Traits::kGivesRegisters) {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kOwnRegisters>();
+  }
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   Consumer const self{.index = role,
                       .thread = thread,

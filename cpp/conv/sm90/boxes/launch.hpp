@@ -31,8 +31,9 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
       by_sample ? config.schedule.sample_slabs(a.batch) : config.schedule.slabs(a.batch);
   Params const p = Params::of(a, slabs);
   int64_t const items = int64_t(p.tile_count) * p.blocks;
-  auto const blocks =
-      unsigned(std::min<int64_t>(items, int64_t(config.multiprocessors) * Traits::kResidents));
+  int64_t most = int64_t(config.multiprocessors) * Traits::kResidents;
+  if constexpr (Traits::kStationary) most = most / p.blocks * p.blocks;
+  auto const blocks = unsigned(std::min(items, most));
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(shared_bytes));
   conv::check_launch(config, a.batch, "launch",
@@ -61,13 +62,16 @@ void append_row(std::vector<Row>& rows) {
   std::string const columns = kShape.segments == 1
                                   ? detail::join(kShape.columns)
                                   : detail::join(kShape.segments, "x", kShape.segment_columns());
-  rows.push_back({.name = detail::join(
-                      "sm90_boxes_", traits_of(kMath).name, "_", columns,
-                      kShape.planes ? "_planes" : "", kShape.alike == 1 ? "" : "_alike",
-                      kShape.ping_pong ? "_ping_pong" : "", kShape.residents == 1 ? "" : "_pair"),
-                  .math = kMath,
-                  .shape = kShape,
-                  .launch = &launch<kMath, kShape>});
+  rows.push_back(
+      {.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
+                            kShape.planes ? "_planes" : "", kShape.alike == 1 ? "" : "_alike",
+                            kShape.stationary  ? "_stationary"
+                            : kShape.ping_pong ? "_ping_pong"
+                                               : "",
+                            kShape.residents == 1 ? "" : "_pair"),
+       .math = kMath,
+       .shape = kShape,
+       .launch = &launch<kMath, kShape>});
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

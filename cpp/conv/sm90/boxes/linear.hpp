@@ -40,6 +40,7 @@ struct ColumnValues {
 
   __device__ __forceinline__ static ColumnValues& in(unsigned char* shared) {
     static_assert(sizeof(ColumnValues) <= Memory::kPortionBytes);
+    static_assert(sizeof(ColumnValues) == Traits::kColumns * Memory::kColumnBytes);
     return *reinterpret_cast<ColumnValues*>(shared);
   }
 };
@@ -50,13 +51,13 @@ class OwnColumns {
  public:
   // Bias and a pixel's norm, in front of the products where these leave a thread registers for its
   // only column, else when they are left.
-  static constexpr bool kEarly = Traits::kResidents > 1;
+  static constexpr bool kEarly = Traits::kScarce;
   static_assert(!kEarly || Traits::kColumns <= kWarpgroupThreads);
 
   __device__ __forceinline__ void load_early(Params const& p, Block const& block,
                                              Consumer const& self) {
     if constexpr (kEarly) {
-      if (p.bias != nullptr || kExtra == Extra::kNormalizesPixels) load(p, block, self, 0);
+      if (p.bias != nullptr || kExtra == Extra::kNormalizesPixels) load_all(p, block, self.thread);
     }
   }
 
@@ -65,9 +66,35 @@ class OwnColumns {
   __device__ __forceinline__ void leave(Params const& p, Block const& block, Slab const& slab,
                                         Result result, Consumer const& self,
                                         unsigned char* shared) {
-    auto& values = ColumnValues<Traits>::in(shared);
     bool const by_group = kExtra == Extra::kNone && p.group.statistics != nullptr;
     if (!p.is_linear && !by_group && kExtra != Extra::kNormalizesPixels) return;
+    if constexpr (!kEarly) load_all(p, block, self.thread);
+    write(p, block, by_group ? &slab : nullptr, result, self.thread,
+          ColumnValues<Traits>::in(shared), [&] { finish_copies(self); });
+    self.sync();
+  }
+
+  // The values of the output that all tiles have, by kWarpgroupThreads threads.
+  __device__ __forceinline__ void keep(Params const& p, Block const& block, int thread,
+                                       ColumnValues<Traits>& values) {
+    load_all(p, block, thread);
+    write(p, block, nullptr, Result::kOutput, thread, values, [] {});
+  }
+
+ private:
+  using T = typename Traits::Element;
+  static constexpr int kOwn = (Traits::kColumns + kWarpgroupThreads - 1) / kWarpgroupThreads;
+
+  __device__ __forceinline__ void load_all(Params const& p, Block const& block, int thread) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) load(p, block, thread, i);
+  }
+
+  // slab: whose GroupNorm is applied, or null. wait: until `values` may be written.
+  template <class Wait>
+  __device__ __forceinline__ void write(Params const& p, Block const& block, Slab const* slab,
+                                        Result result, int thread, ColumnValues<Traits>& values,
+                                        Wait const& wait) const {
     bool const output = result == Result::kOutput;
     bool const scales = output && p.scale != nullptr, shifts = output && p.shift != nullptr;
     // All are under way before any is waited for.
@@ -75,24 +102,23 @@ class OwnColumns {
     Normalizing group[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      if constexpr (!kEarly) load(p, block, self, i);
       scale[i] = 1.0f;
       shift[i] = 0.0f;
-      if (!scales && !shifts && !by_group) continue;
-      ColumnPlace const at(p, block, self.thread + i * kWarpgroupThreads);
+      if (!scales && !shifts && slab == nullptr) continue;
+      ColumnPlace const at(p, block, thread + i * kWarpgroupThreads);
       if (!at.present || at.channel >= p.own_channels) continue;
       if (scales) scale[i] = p.scale[at.channel];
       if (shifts) shift[i] = p.shift[at.channel];
-      if (by_group) group[i] = normalizing_map(p, slab.sample, at.channel);
+      if (slab != nullptr) group[i] = normalizing_map(p, slab->sample, at.channel);
     }
-    finish_copies(self);
+    wait();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      int const column = self.thread + i * kWarpgroupThreads;
+      int const column = thread + i * kWarpgroupThreads;
       if (Traits::kColumns % kWarpgroupThreads != 0 && column >= Traits::kColumns) continue;
       float const bias = output && p.saves ? 0.0f : device::to_float(bias_[i]);
       values.linear[column] = {scale[i], fmaf(bias, scale[i], shift[i])};
-      if (by_group) {
+      if (slab != nullptr) {
         values.means[column] = group[i].mean;
         values.affine[column] = {group[i].scale, group[i].shift};
       }
@@ -102,16 +128,10 @@ class OwnColumns {
             device::float_of_bits(norm_bias_[i], p.norm.dtype)};
       }
     }
-    self.sync();
   }
 
- private:
-  using T = typename Traits::Element;
-  static constexpr int kOwn = (Traits::kColumns + kWarpgroupThreads - 1) / kWarpgroupThreads;
-
-  __device__ __forceinline__ void load(Params const& p, Block const& block, Consumer const& self,
-                                       int i) {
-    ColumnPlace const at(p, block, self.thread + i * kWarpgroupThreads);
+  __device__ __forceinline__ void load(Params const& p, Block const& block, int thread, int i) {
+    ColumnPlace const at(p, block, thread + i * kWarpgroupThreads);
     if (!at.present || at.channel >= p.own_channels) return;
     if (p.bias != nullptr) bias_[i] = static_cast<T const*>(p.bias)[at.channel];
     if constexpr (kExtra == Extra::kNormalizesPixels) {
@@ -128,10 +148,10 @@ class OwnColumns {
 // For a lane's pairs of neighbouring columns from the first of `by_column` on, eight apart:
 // body(number, values of both). Some are asked for before the first is used, and no more: of plain
 // loads ptxas hoists all that it likes, and spills 280 bytes where pixels are normalised in TF32.
-template <int kPairs, class Body>
+template <int kPairs, int kMost = 4, class Body>
 __device__ __forceinline__ void for_each_pair(Consumer const& self, float2 const* by_column,
                                               Body const& body) {
-  constexpr int kTogether = std::gcd(kPairs, 4);
+  constexpr int kTogether = std::gcd(kPairs, kMost);
   uint32_t const own = device::shared_address(by_column + self.lane % 4 * 2);
 #pragma unroll
   for (int first = 0; first < kPairs; first += kTogether) {
@@ -150,15 +170,16 @@ __device__ __forceinline__ void for_each_pair(Consumer const& self, float2 const
 template <class Traits>
 __device__ __forceinline__ void scale_and_shift(Consumer const& self, float2 const* by_column,
                                                 Sums<Traits>& sums) {
-  for_each_pair<Traits::kColumns / 8>(self, by_column, [&](int j, float4 const& own) {
+  for_each_pair<Traits::kColumns / 8, Traits::kStationary ? 8 : 4>(
+      self, by_column, [&](int j, float4 const& own) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float& first = sum_at<Traits>(sums, 4 * j + 2 * half);
-      float& second = sum_at<Traits>(sums, 4 * j + 2 * half + 1);
-      first = fmaf(first, own.x, own.y);
-      second = fmaf(second, own.z, own.w);
-    }
-  });
+        for (int half = 0; half < 2; ++half) {
+          float& first = sum_at<Traits>(sums, 4 * j + 2 * half);
+          float& second = sum_at<Traits>(sums, 4 * j + 2 * half + 1);
+          first = fmaf(first, own.x, own.y);
+          second = fmaf(second, own.z, own.w);
+        }
+      });
 }
 
 template <class Traits>

@@ -105,17 +105,17 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
   if (gathers) {
     for_each_source(c, s, input, a.input,
                     [&](std::size_t i, void const* base, MapAxes const& axes) {
-                      maps.parts[i] = encode(config.row->math, base, axes);
+                      maps.reads[i] = encode(config.row->math, base, axes);
                     });
   } else {
-    maps.whole = encode(config.row->math, a.input, input);
+    maps.reads[0] = encode(config.row->math, a.input, input);
   }
 
   if (a.weight != nullptr) {
     maps.weight =
         encode(config.row->math, a.filter, weight_axes(*a.weight, config.row->shape, element));
   }
-  if (a.output != nullptr) store_maps(a, slabs, a.output, gathers ? &maps.whole : maps.parts);
+  if (a.output != nullptr) store_maps(a, slabs, a.output, maps.writes);
   if (a.saved != nullptr) store_maps(a, slabs, a.saved, maps.saved);
   return maps;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "conv/block_item.hpp"
 #include "conv/sm90/boxes/rows.hpp"
@@ -11,6 +12,12 @@
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
+
+// A tap: how far its positions are shifted, and the source that they are read from.
+struct alignas(8) TapCopy {
+  int16_t shift[kMaxAxes];
+  int16_t source;
+};
 
 struct Params {
   unsigned char const* filter;
@@ -20,10 +27,11 @@ struct Params {
   PixelNorm norm;
   GroupStatistics group;
   groupnorm::Partial* partials;
-  bool channels_last, gathers, saves;
+  bool channels_last, saves;
   bool packed;                    // the filter
   bool stores, activates_output;  // where moments are taken
   bool is_linear;                 // there is a bias, scale or shift
+  bool keeps_values;              // what is added to columns and multiplied is that of all tiles
   Activation activation;
   int output_channels;
   int own_channels;  // of bias, scale and shift
@@ -41,19 +49,39 @@ struct Params {
   uint8_t first_phase[kMostPhases], set_phases[kMostPhases];  // by set
   uint8_t first_tap[kMostPhases], set_taps[kMostPhases];
   uint16_t first_row[kMostPhases], set_rows[kMostPhases];
-  Tap taps[kMostTaps];
+  TapCopy taps[kMostTaps];
   uint16_t masks[kMostTaps];
-  uint8_t tap_sources[kMostTaps];
 
   // slabs: those of the arguments' batch.
   static Params of(Arguments const& arguments, Slabs const& slabs);
 };
 
 // Tiles of positions for blocks of columns.
-struct Items : BlockItems {
-  __device__ __forceinline__ Items(Params const& p)
+struct AllItems : BlockItems {
+  __device__ __forceinline__ AllItems(Params const& p)
       : BlockItems(int(blockIdx.x), int(gridDim.x), p.tile_count, p.blocks) {}
 };
+
+// Of one block of columns. Neighbours have the others of the same tiles, which the cache then has.
+class ColumnItems {
+ public:
+  int tile, block;
+
+  __device__ __forceinline__ ColumnItems(Params const& p)
+      : tile(int(blockIdx.x) / p.blocks),
+        block(int(blockIdx.x) % p.blocks),
+        count_(p.tile_count),
+        step_(int(gridDim.x) / p.blocks) {}
+
+  __device__ __forceinline__ bool present() const { return tile < count_; }
+  __device__ __forceinline__ void advance(int count = 1) { tile += count * step_; }
+
+ private:
+  int count_, step_;
+};
+
+template <class Traits>
+using Items = std::conditional_t<Traits::kStationary, ColumnItems, AllItems>;
 
 // A block of columns.
 struct Block {
@@ -104,13 +132,13 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.is_linear = a.bias != nullptr || a.scale != nullptr || a.shift != nullptr;
   if (a.norm != nullptr) p.norm = *a.norm;
   if (a.group != nullptr) p.group = *a.group;
+  p.keeps_values = config.row->shape.stationary && a.group == nullptr && a.saved == nullptr;
   p.group_channels = cutlass::FastDivmod(std::max(1, p.group.channels));
   p.partials = a.partials;
   p.stores = a.output != nullptr;
   p.activates_output = a.activates_output;
   p.activation = a.activation;
   p.channels_last = s.layout == Layout::kChannelsLast;
-  p.gathers = s.direction == Direction::kGathers;
   p.saves = a.saved != nullptr;
   p.packed = a.weight == nullptr;
   p.output_channels = config.problem.output_channels;
@@ -138,7 +166,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.piece_shift = std::countr_zero(unsigned(std::min(s.store_positions, slabs.box[2])));
   p.box_bytes = slabs.positions() * kChunkBytes;
   std::copy(slabs.box.begin(), slabs.box.end(), p.box);
-  p.memory = Memory::of(config.row->shape, s.stages);
+  p.memory = Memory::of(config.row->shape, s.stages, s.kept_bytes);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
   p.segments = cutlass::FastDivmod(s.segment);
   p.slabs_d = cutlass::FastDivmod(slabs.count[0]);
@@ -154,9 +182,11 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
     p.first_row[i] = uint16_t(s.sets[i].first_row);
     p.set_rows[i] = uint16_t(s.sets[i].rows);
   }
-  std::copy(s.taps.begin(), s.taps.end(), p.taps);
+  for (std::size_t i = 0; i < s.taps.size(); ++i) {
+    std::copy(s.taps[i].begin(), s.taps[i].end(), p.taps[i].shift);
+    p.taps[i].source = s.tap_sources.empty() ? 0 : s.tap_sources[i];
+  }
   std::copy(s.masks.begin(), s.masks.end(), p.masks);
-  std::copy(s.tap_sources.begin(), s.tap_sources.end(), p.tap_sources);
   return p;
 }
 

@@ -123,9 +123,13 @@ int64_t work_of(Schedule const& s) {
 template <class F>
 void each_width(int whole, int most, Layout layout, F&& body) {
   if (layout == Layout::kChannelsLast) {
-    // Of the widest, and of those of no more slabs the narrowest.
-    int const widest = std::min(whole, most);
-    body(int(ceil_div(whole, ceil_div(whole, widest))));
+    // Of those of as many slabs the narrowest, the widest of these first.
+    int last = 0;
+    for (int count = int(ceil_div(whole, std::min(whole, most))); count <= whole; ++count) {
+      int const width = int(ceil_div(whole, count));
+      if (width != last) body(width);
+      last = width;
+    }
     return;
   }
   for (int width = kSlab; width >= kFewestLine; width /= 2) {
@@ -305,12 +309,23 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     s.store_columns = shape.plane_columns(kChunkBytes / element) / shape.segments;
   }
   s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
+  if (shape.stationary) {
+    if (s.blocks > device.multiprocessors) {
+      return refused(detail::join("it has ", s.blocks, " blocks of columns, of which each is for ",
+                                  "one or more of ", device.multiprocessors, " multiprocessors"));
+    }
+    for (PhaseSet const& set : s.sets) {
+      s.kept_bytes =
+          int(std::max<int64_t>(s.kept_bytes, int64_t(set.rows) * s.chunks * kChunkBytes));
+    }
+  }
   s.stages = kMostStages;
   int const most_bytes =
       (device.shared_bytes + Memory::kReservedBytes) / shape.residents - Memory::kReservedBytes;
-  while (s.stages > 0 && Memory::of(shape, s.stages).end > most_bytes) --s.stages;
+  while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes).end > most_bytes) --s.stages;
+  s.stages -= s.stages % shape.producers();
   if (s.stages < 2) return refused("its tiles do not fit the shared memory of a multiprocessor");
-  s.shared_bytes = Memory::of(shape, s.stages).end;
+  s.shared_bytes = Memory::of(shape, s.stages, s.kept_bytes).end;
   for (PhaseSet const& set : s.sets) {
     s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;
   }

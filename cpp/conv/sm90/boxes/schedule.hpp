@@ -9,12 +9,13 @@
 // shifted by the tap, is copied to shared memory as the instruction wants it, with zeros for what
 // lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box of
 // its own; the two of a block share the filter, or where a tile is one box take turns, so that one
-// multiplies while the other finishes its tile. Columns of a block are `segments` of output
-// channels, of one phase each. A row with one segment is free to divide its columns: they are
-// output channels of one phase, or some or all of several phases that read the same positions. One
-// with several has as many neighbouring phases, each multiplied by the taps that it has, or some at
-// once that have the same; where they are the phases along width, their pixels leave side by side,
-// channels first.
+// multiplies while others finish their tiles. Where the filter of a block of columns is small it
+// stays in shared memory, and boxes are all that is copied for a tile. Columns of a block are
+// `segments` of output channels, of one phase each. A row with one segment is free to divide its
+// columns: they are output channels of one phase, or some or all of several phases that read the
+// same positions. One with several has as many neighbouring phases, each multiplied by the taps
+// that it has, or some at once that have the same; where they are the phases along width, their
+// pixels leave side by side, channels first.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +31,8 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
+inline constexpr int kConsumers = 2;     // warpgroups that multiply, of most rows
 inline constexpr int kSlab = 64;         // positions of a consumer
-inline constexpr int kConsumers = 2;     // warpgroups
 inline constexpr int kChunkBytes = 128;  // of channels, in a stage
 inline constexpr int kPieceBytes = 16;   // of a column's channels, packed by one thread
 inline constexpr int kMostStages = 8;
@@ -59,7 +60,12 @@ struct Shape {
   bool planes = false;  // reads channels first, else last
   int residents = 1;    // blocks of a multiprocessor: one's products while another stores
   int alike = 1;        // neighbouring segments whose phases have the same taps, multiplied at once
-  bool ping_pong = false;  // consumers take tiles in turns, else each a slab of all
+  bool ping_pong = false;      // consumers take tiles in turns, else each a slab of all
+  int consumers = kConsumers;  // warpgroups that multiply
+  // A multiprocessor has one block of columns, whose filter stays in shared memory: the ring brings
+  // positions alone.
+  bool stationary = false;
+  int staged = 0;  // portions of columns that a consumer stages at most, or 0: as the rest says
 
   constexpr int segment_columns() const { return columns / segments; }
   // Channels first, the columns that are staged at a time: eight channels of all segments at least.
@@ -70,10 +76,14 @@ struct Shape {
     return segments < 8 ? kChunkBytes / element_bytes / segments : kMostBoxExtent / segments;
   }
   // Of a tile.
-  constexpr int slabs() const { return ping_pong ? 1 : kConsumers; }
+  constexpr int slabs() const { return ping_pong ? 1 : consumers; }
   // Of the ring: a chunk of channels for a tile's slabs and for the filter's columns.
-  constexpr int stage_bytes() const { return (slabs() * kSlab + columns) * kChunkBytes; }
-  constexpr int staged_portions() const { return residents == 1 ? 2 : 1; }  // of a consumer
+  constexpr int stage_bytes() const {
+    return (slabs() * kSlab + (stationary ? 0 : columns)) * kChunkBytes;
+  }
+  // Warps that copy, of which each fills every second stage or so.
+  constexpr int producers() const { return stationary ? 2 : 1; }
+  constexpr int staged_portions() const { return staged > 0 ? staged : residents == 1 ? 2 : 1; }
 };
 
 // Phases that blocks of columns go over together.
@@ -114,6 +124,7 @@ struct Schedule {
   int chunks = 0;           // of channels
   int stages = 0;
   int shared_bytes = 0;
+  int kept_bytes = 0;  // of the filter, in shared memory
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
 
@@ -132,17 +143,21 @@ Schedule schedule_of(Problem const& problem, Direction direction, Math math, Sha
 // sources than kMostPhases, and those that no pixel of the input is of.
 Support gather_taps(Problem const& problem, Schedule& schedule);
 
-// Of shared memory: the ring, what consumers stage of their output, barriers.
+// Of shared memory: the ring, a filter that stays, what consumers stage of their output, values of
+// its columns, barriers.
 struct Memory {
   static constexpr int kBarrierBytes = 256;
+  static constexpr int kColumnBytes = 20;  // of a column's values, where all tiles have the same
   static constexpr int kPortionBytes = kSlab * kChunkBytes;  // of what a consumer stages
   static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
-  int staged = 0, barriers = 0, end = 0;
+  int kept = 0, staged = 0, values = 0, barriers = 0, end = 0;
 
-  static Memory of(Shape const& shape, int stages) {
+  static Memory of(Shape const& shape, int stages, int kept_bytes) {
     Memory m;
-    m.staged = stages * shape.stage_bytes();
-    m.barriers = m.staged + shape.staged_portions() * kConsumers * kPortionBytes;
+    m.kept = stages * shape.stage_bytes();
+    m.staged = m.kept + kept_bytes;
+    m.values = m.staged + shape.staged_portions() * shape.consumers * kPortionBytes;
+    m.barriers = m.values + (shape.stationary ? shape.columns * kColumnBytes : 0);
     m.end = m.barriers + kBarrierBytes;
     return m;
   }

@@ -91,10 +91,10 @@ __device__ __forceinline__ void store_pixels(Params const& p, Maps const& maps, 
     ColumnPlace const at(p, block, portion * Traits::kPortion + column);
     if (!at.present) continue;
     CUtensorMap const* const phase =
-        result == Result::kSaved ? &maps.saved[at.phase] : &maps.parts[at.phase];
-    cute::SM90_TMA_STORE_5D::copy(p.gathers ? &maps.whole : phase,
-                                  staged + column * kSlab * Traits::kElementBytes, at.channel,
-                                  slab.origin[2], slab.origin[1], slab.origin[0], slab.sample);
+        result == Result::kSaved ? &maps.saved[at.phase] : &maps.writes[at.phase];
+    cute::SM90_TMA_STORE_5D::copy(phase, staged + column * kSlab * Traits::kElementBytes,
+                                  at.channel, slab.origin[2], slab.origin[1], slab.origin[0],
+                                  slab.sample);
   }
 }
 
@@ -149,11 +149,21 @@ __device__ __forceinline__ void store_planes(Params const& p, Maps const& maps, 
   if (channel >= p.output_channels) return;
   int const pieces = p.box[2] >> p.piece_shift;
   CUtensorMap const* const set =
-      result == Result::kSaved ? &maps.saved[block.set] : &maps.parts[block.set];
+      result == Result::kSaved ? &maps.saved[block.set] : &maps.writes[block.set];
   for (int piece = 0; piece < pieces; ++piece) {
     cute::SM90_TMA_STORE_5D::copy(set, staged + piece * (kPortionBytes / pieces),
                                   (slab.origin[2] + (piece << p.piece_shift)) * Traits::kSegments,
                                   slab.origin[1], slab.origin[0], channel, slab.sample);
+  }
+}
+
+template <class Traits, bool kChannelsLast, int kPortionIndex>
+__device__ __forceinline__ void stage(Params const& p, Consumer const& self, Sums<Traits>& sums,
+                                      unsigned char* staged) {
+  if constexpr (kChannelsLast) {
+    stage_pixels<Traits, kPortionIndex>(p, self, sums, staged);
+  } else {
+    stage_planes<Traits, kPortionIndex>(p, self, sums, staged);
   }
 }
 
@@ -163,29 +173,35 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
                                                Consumer const& self, Sums<Traits>& sums,
                                                unsigned char* staged) {
   constexpr int kPortions = kChannelsLast ? 1 : Traits::kPlanePortions;  // that are one
-  if constexpr (kPortionIndex < Traits::kColumns / (kPortions * Traits::kPortion)) {
-    constexpr int kStaged = Traits::kShape.staged_portions() / kPortions;
-    unsigned char* const own = staged + kPortionIndex % kStaged * kPortions * Memory::kPortionBytes;
-    // The copies of the portion that lay here have read it.
-    if (self.thread == 0) device::wait_stores_read<kStaged - 1>();
+  constexpr int kAll = Traits::kColumns / (kPortions * Traits::kPortion);
+  constexpr int kStaged = Traits::kShape.staged_portions() / kPortions;
+  // Between barriers: all, where the memory holds them and other consumers have products meanwhile.
+  constexpr int kTogether = Traits::kStationary && kStaged >= kAll ? kAll : 1;
+  if constexpr (kPortionIndex < kAll) {
+    auto const own = [&](int portion) {
+      return staged + portion % kStaged * kPortions * Memory::kPortionBytes;
+    };
+    // The copies of the portions that lay here have read them.
+    if (self.thread == 0) device::wait_stores_read<kStaged / kTogether - 1>();
     self.sync();
-    if constexpr (kChannelsLast) {
-      stage_pixels<Traits, kPortionIndex>(p, self, sums, own);
-    } else {
-      stage_planes<Traits, kPortionIndex>(p, self, sums, own);
+    stage<Traits, kChannelsLast, kPortionIndex>(p, self, sums, own(kPortionIndex));
+    if constexpr (kTogether == 2) {
+      stage<Traits, kChannelsLast, kPortionIndex + 1>(p, self, sums, own(kPortionIndex + 1));
     }
     device::fence_async_proxy();
     self.sync();
     if (self.thread == 0) {
-      if constexpr (kChannelsLast) {
-        store_pixels<Traits>(p, maps, result, block, slab, kPortionIndex, own);
-      } else {
-        store_planes<Traits>(p, maps, result, block, slab, kPortionIndex, own);
+      for (int portion = kPortionIndex; portion < kPortionIndex + kTogether; ++portion) {
+        if constexpr (kChannelsLast) {
+          store_pixels<Traits>(p, maps, result, block, slab, portion, own(portion));
+        } else {
+          store_planes<Traits>(p, maps, result, block, slab, portion, own(portion));
+        }
       }
       device::commit_stores();
     }
-    store_portions<Traits, kChannelsLast, kPortionIndex + 1>(p, maps, result, block, slab, self,
-                                                             sums, staged);
+    store_portions<Traits, kChannelsLast, kPortionIndex + kTogether>(p, maps, result, block, slab,
+                                                                     self, sums, staged);
   }
 }
 

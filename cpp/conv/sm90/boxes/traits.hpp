@@ -15,8 +15,8 @@ namespace gmma = cute::SM90::GMMA;
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 inline constexpr int kWarpRows = kSlab / kWarpgroupWarps;
-// Of a block that has a multiprocessor to itself: consumers, and a warpgroup of which one thread
-// copies and which gives registers away.
+// Of a block whose consumers have a multiprocessor to themselves: these, and a warpgroup of which
+// one thread copies and which gives registers away.
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
 inline constexpr int kConsumerRegisters = 232;
 inline constexpr int kCopyRegisters = 40;
@@ -59,9 +59,22 @@ struct Traits {
   static constexpr bool kPlanes = kShape.planes;
   static constexpr int kResidents = kShape.residents;
 
+  static constexpr int kOwnConsumers = kShape.consumers;
+  static constexpr bool kStationary = kShape.stationary;
+
+  // Of a multiprocessor there are two consumers or four, whose registers are then scarce.
+  static constexpr bool kScarce = kResidents * kOwnConsumers > kConsumers;
   // Where blocks share a multiprocessor one warp copies, and registers stay where they are.
+  static constexpr bool kGivesRegisters = kResidents == 1;
   static constexpr int kBlockThreads =
-      kResidents == 1 ? kThreads : kConsumers * kWarpgroupThreads + 32;
+      kOwnConsumers * kWarpgroupThreads + (kGivesRegisters ? kWarpgroupThreads : 32);
+  static constexpr int kOwnRegisters = kScarce ? 112 : kConsumerRegisters;
+  static constexpr int kLeftRegisters = kScarce ? 32 : kCopyRegisters;
+  static_assert(!kGivesRegisters ||
+                    (kOwnConsumers * kOwnRegisters + kLeftRegisters) * kWarpgroupThreads <=
+                        65536 / kBlockThreads / 8 * 8 * kBlockThreads,
+                "registers of a block");
+  static constexpr int kProducers = kShape.producers();
   static constexpr int kSegmentColumns = kShape.segment_columns();
   // Of a step of channels: one a segment or group of those alike, or as many as one segment's
   // columns take.
@@ -85,6 +98,7 @@ struct Traits {
   static_assert(kColumns % kPlaneColumns == 0 && kPlaneColumns % kPortion == 0, "whole portions");
   static_assert(kPlanePortions <= kShape.staged_portions() || kSegments == 1);
   static_assert(!kShape.ping_pong || (kResidents == 1 && kSegments == 1), "turns of whole blocks");
+  static_assert(!kStationary || (kShape.ping_pong && kInstructions == 1), "one step after another");
   static_assert(kElementBytes == traits_of(kMath).element_bytes());
 };
 

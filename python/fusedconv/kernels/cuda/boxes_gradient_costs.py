@@ -10,7 +10,7 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.cuda import boxes_sm90
-from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles, tile_cycles
+from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles
 from fusedconv.kernels.cuda.transposing import padded_elements
 from fusedconv.problem import ForwardProblem
 
@@ -71,10 +71,9 @@ def input_cycles(
     config: Any, row: Any, forward: ForwardProblem, device: Device, costs: CostConstants
 ) -> float:
     """Of the input's gradient by a row of ``_C.sm90.boxes.rows()``."""
-    rows = boxes_sm90.COSTS
-    tile = tile_cycles(row, config, "nhwc", forward.dtype.itemsize, rows)
-    tiles = config.launch_tiles(forward.batch)
-    cycles = costs.gathers * launch_cycles(tile, config, tiles, device, rows)
+    tiles, size = config.launch_tiles(forward.batch), forward.dtype.itemsize
+    cycles = launch_cycles(row, config, "nhwc", size, tiles, device, boxes_sm90.COSTS)
+    cycles *= costs.gathers
     return cycles * costs.shared if row.residents > 1 and row.columns > 64 else cycles
 
 

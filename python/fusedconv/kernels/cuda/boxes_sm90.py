@@ -85,6 +85,10 @@ class CostConstants:
     #: Where groups of warps take turns: all of a tile over the longer of its products and half of
     #: what one group does, by columns and bytes of an element.
     turns: Mapping[tuple[int, int], float]
+    #: Where the filter stays: a step beside its products, and what a tile's epilogue adds to others'
+    #: over a group's of warps, by bytes of an element.
+    kept_step: float
+    kept_epilogue: Mapping[int, float]
     #: A launch beside these.
     launch: float
     #: All of it where bytes bound it, over their time at copy rate, and what of the shorter of the
@@ -116,6 +120,8 @@ COSTS = CostConstants(
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
     shorter={2: 1.0, 4: 0.83},
     turns={(256, 2): 1.2, (256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
+    kept_step=40.0,
+    kept_epilogue={2: 0.35, 4: 0.35},
     launch=9000.0,
     moved=1.42,
     hidden=0.02,
@@ -158,10 +164,46 @@ def tile_cycles(
     return max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
 
 
-def launch_cycles(
-    tile: float, config: Any, tiles: int, device: Device, costs: CostConstants
+def stationary_cycles(
+    row: Any,
+    config: Any,
+    layout: str,
+    size: int,
+    tiles: int,
+    device: Device,
+    costs: CostConstants,
+    stored: int,
+    beside: float,
 ) -> float:
-    """Of a launch of so many tiles, ``tile`` cycles each."""
+    """Of a launch of a row whose filter stays: each multiprocessor has a block of columns, and of
+    its tiles takes the longest of products, copies and a share of what groups of warps do."""
+    taps = max(taps for *_, taps in config.sets)
+    steps = taps * config.chunks
+    products = row.columns * COLUMN_CYCLES / 2 * costs.products[1] + costs.kept_step
+    copied = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes * costs.copied
+    column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
+    epilogue = row.columns * column + costs.block
+    tile = max(steps * max(products, copied), costs.kept_epilogue[size] * epilogue)
+    filter = steps * row.columns * _C.sm90.boxes.chunk_bytes * costs.copied
+    rounds = math.ceil(tiles / max(1, device.multiprocessors // config.blocks))
+    return float(rounds * tile + filter + costs.launch)
+
+
+def launch_cycles(
+    row: Any,
+    config: Any,
+    layout: str,
+    size: int,
+    tiles: int,
+    device: Device,
+    costs: CostConstants,
+    stored: int = 1,
+    beside: float = 0.0,
+) -> float:
+    """Of a launch of so many tiles; the rest as of ``tile_cycles``."""
+    if row.stationary:
+        return stationary_cycles(row, config, layout, size, tiles, device, costs, stored, beside)
+    tile = tile_cycles(row, config, layout, size, costs, stored, beside)
     multiprocessors = max(1, device.multiprocessors)
     whole, left = divmod(tiles, multiprocessors)
     # Tiles that are left over are divided by blocks of columns.
@@ -443,13 +485,14 @@ class BoxesSm90(TapsRow):
         config = self.config(problem, device)
         size, layout = problem.dtype.itemsize, self._conv_layout(problem)
         own = beside + (costs.pixels if self._normalises(problem, device) else 0.0)
-        tile = tile_cycles(self.row, config, layout, size, costs, stored, own)
         boxes = config.partial_slots // len(config.sets)  # of a sample
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config)):
             by_sample = math.ceil(samples * boxes / self.row.boxes)
             tiles = by_sample if beside else config.launch_tiles(samples)
-            cycles += launches * launch_cycles(tile, config, tiles, device, costs)
+            cycles += launches * launch_cycles(
+                self.row, config, layout, size, tiles, device, costs, stored, own
+            )
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
         computed = cycles * 1e3 / device.clock_hertz
@@ -512,6 +555,6 @@ def kernels() -> list[Kernel]:
     forward = [
         (index, row)
         for index, row in enumerate(room.rows())
-        if row.columns > 128 or row.residents > 1
+        if row.columns > 128 or row.residents > 1 or row.stationary
     ]
     return [BoxesSm90(room, index, row) for index, row in forward]

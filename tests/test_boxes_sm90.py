@@ -14,7 +14,7 @@ from problems import group_norm_stage
 from test_taps import H200, Sizes, element_bytes, random_sizes
 from test_taps_sm90 import phases_of
 
-from fusedconv import Norm
+from fusedconv import _C, Norm
 from fusedconv.kernels.cuda.boxes_sm90 import COSTS, BoxesSm90
 from fusedconv.kernels.cuda.convolution import CHUNK_BYTES as MOST_SCRATCH
 from fusedconv.registry import registry
@@ -111,9 +111,18 @@ def _boxes(whole: tuple[int, ...], box: list[int]) -> int:
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_shared_memory_holds_the_ring(kernel):
     sizes, made, config = drawn(kernel, 0)
-    stage = (kernel.row.boxes * SLAB + kernel.row.columns) * CHUNK_BYTES
-    assert config.stages >= 3
-    assert config.stages * stage < config.shared_bytes <= H200.shared_bytes
+    row, halos = kernel.row, 0
+    lines = 0 if row.stationary else row.columns
+    if row.halo:
+        halos = _C.sm90.boxes.halo_stages * row.boxes * config.halo_bytes
+        assert config.halo_bytes >= SLAB * CHUNK_BYTES
+    else:
+        lines += row.boxes * SLAB
+    steps = max(taps for *_, taps in config.sets) * config.chunks
+    assert config.kept_bytes == (steps * row.columns * CHUNK_BYTES if row.stationary else 0)
+    assert config.stages >= (2 if row.halo else 3)
+    ring = config.stages * lines * CHUNK_BYTES + halos + config.kept_bytes
+    assert ring < config.shared_bytes <= H200.shared_bytes
     assert config.chunks == math.ceil(sizes.channels * element_bytes(kernel) / CHUNK_BYTES)
     assert config.segment * config.channel_blocks >= sizes.out
     rows = sum(

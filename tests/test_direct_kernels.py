@@ -167,6 +167,27 @@ def test_taps_of_common_layers_are_compiled(kernel, case):
     assert not kernel.config(dilated, H200).compiled_taps
 
 
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_which_planes_are_doubled_from_registers(kernel):
+    assert kernel.config(depthwise(kernel), H200).doubles
+    others = (
+        {"layout": "nhwc"},
+        {"spatial": (32, 30)},
+        {"spatial": (4, 32, 32)},
+        {"spatial": (32,)},
+        {"size": 3},
+        {"size": (2, 4), "padding": (0, 1)},
+        {"padding": 2},
+        {"output_padding": 1},
+        {"stride": 1},
+        {"dilation": 2},
+        {"out": 2},
+        {"channels": 2},
+    )
+    for changes in others:
+        assert not kernel.config(depthwise(kernel, **changes), H200).doubles, changes
+
+
 def test_teams_of_small_planes_share_a_block():
     kernel = KERNELS[0]
     assert kernel.config(depthwise(kernel, spatial=(4, 4)), H200).teams == 8

@@ -114,6 +114,31 @@ def test_common_filters(kernel, case, layout, only):
     assert served(sizes, kernel)
 
 
+@pytest.mark.parametrize("layout", ["nchw", "strided"])
+@pytest.mark.parametrize("activation", ["identity", "gelu"])
+@pytest.mark.parametrize("spatial", [(1, 4), (3, 4), (5, 8), (17, 36), (64, 64)])
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_doubled_planes(kernel, spatial, activation, layout, only):
+    only(kernel)
+    sizes = of(
+        batch=3,
+        channels=21,
+        out=21,
+        conv_groups=21,
+        spatial=list(spatial),
+        kernel=[4, 4],
+        stride=[2, 2],
+        padding=[1, 1],
+        dilation=[1, 1],
+        groups=None,
+        activation=activation,
+        draw=torch.rand,
+        layout=layout,
+    )
+    for bias in (False, True):
+        assert served({**sizes, "bias": bias}, kernel)
+
+
 THIN = ("depthwise", "channel multiplier", "few channels")
 
 

@@ -13,7 +13,7 @@ import torch
 from problems import backward_problem, geometry_of, group_norm_stage, problem
 
 import fusedconv
-from fusedconv import ForwardProblem
+from fusedconv import ForwardProblem, Norm
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.device import KNOWN
 from fusedconv.kernels.cuda.program import NotBuiltBackward, NotBuiltForward
@@ -55,6 +55,8 @@ PATCHES = ((4, (37, 37), 4), (4, (40, 40), 4), (16, (64, 64), 2), (2, (32, 32, 3
 LINES = ((8, (4096,), 16),)
 #: As decoders double a plane or a line.
 DOUBLED = ((16, (128, 128), 3), (16, (128, 128), 4), (8, (40000,), 4))
+#: As feature pyramids begin, with a LayerNorm over channels behind.
+PYRAMID = dict(batch=4, channels=768, spatial=(64, 64))
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.
 NORMS = ((64, 32, (4, 4), 32), (16, 64, (128, 128), 8), (2, 16, (3000, 3000), 1))
 
@@ -97,6 +99,16 @@ def convolutions() -> Iterator[ForwardProblem]:
                 yield dataclasses.replace(each, epilogue=())
 
 
+def pyramids() -> Iterator[ForwardProblem]:
+    for precision in ("tf32", "fp16", "bf16"):
+        weight = torch.empty(768, 384, 2, 2, device="meta")
+        conv = geometry_of(weight, stride=(2, 2))
+        made = asked_for(precision, "nhwc", 8, **PYRAMID, conv=conv, order="norm_act")
+        norm = group_norm_stage(0, kind="layer", affine_dtype=made.dtype)
+        stages = (norm if isinstance(stage, Norm) else stage for stage in made.epilogue)
+        yield dataclasses.replace(made, epilogue=tuple(stages))
+
+
 def input_gradients() -> Iterator[Problem]:
     for each in convolutions():
         yield backward_problem(dataclasses.replace(each, epilogue=(), save=True), "input")
@@ -119,7 +131,7 @@ def chosen(provider: str) -> set[str]:
     device = KNOWN[ARCHITECTURES[provider]]
     names = set()
     passes = {"groupnorm_cuda": normalisations, "gradients_sm90": input_gradients}
-    for each in passes.get(provider, convolutions)():
+    for each in passes.get(provider, lambda: (*convolutions(), *pyramids()))():
         for candidate in registry().candidates(each, device):
             if candidate.support and candidate.kernel.provider == provider:
                 names.add(candidate.kernel.name)

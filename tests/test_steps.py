@@ -32,7 +32,7 @@ KERNELS = [
     (r"sm90_boxes_", [r"boxes::convolve"]),
     (r"sm90_clusters_", [r"clusters::convolve"]),
     (r"taps_", [r"taps::convolve"]),
-    (r"direct_", [r"direct::convolve"]),
+    (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),
     (r"sm90_wgrad", [r"wgrad::sum_products"]),
     (r"add the weight gradient's parts", ["add_partials_kernel"]),

@@ -102,6 +102,9 @@ void bind_direct(py::module_& m) {
           "compiled_taps",
           [](Config const& config) { return config.schedule.run_taps != kGeneral; },
           "Whether kernels know the taps along width.")
+      .def_property_readonly(
+          "doubles", scheduled<Config>(&Schedule::doubles),
+          "Whether planes are doubled from registers where no moments are taken.")
       .def_property_readonly("channel_blocks", scheduled<Config>(&Schedule::channel_blocks))
       .def_property_readonly("block_channels", scheduled<Config>(&Schedule::block_channels))
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes),

@@ -97,6 +97,9 @@ void bind_sm90_boxes(py::module_& room) {
           "stationary", [](Row const& row) { return row.shape.stationary; },
           "Whether a multiprocessor has one block of columns, whose filter stays in shared memory.")
       .def_property_readonly(
+          "halo", [](Row const& row) { return row.shape.halo; },
+          "Whether a box has what all taps of a chunk and a plane read.")
+      .def_property_readonly(
           "alike", [](Row const& row) { return row.shape.alike; },
           "Neighbouring segments whose phases have the same taps, multiplied at once.")
       .def_property_readonly(
@@ -147,6 +150,10 @@ void bind_sm90_boxes(py::module_& room) {
       .def_property_readonly("chunks", scheduled<Config>(&Schedule::chunks), "Of channels.")
       .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
+      .def_property_readonly("halo_bytes", scheduled<Config>(&Schedule::halo_bytes),
+                             "Of a box with a halo, in shared memory.")
+      .def_property_readonly("kept_bytes", scheduled<Config>(&Schedule::kept_bytes),
+                             "Of a filter that stays there.")
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
       .def("reads_weight", &Config::reads_weight, py::arg("weight"),
            "Whether a weight is read as it lies, of an address that is a multiple of 16 bytes.")
@@ -164,6 +171,7 @@ void bind_sm90_boxes(py::module_& room) {
           [](Config const& config, int64_t batch) { return config.schedule.slabs(batch).box; },
           py::arg("batch"), "Positions of a consumer by axis, and samples.");
   m.attr("box_positions") = kSlab;
+  m.attr("halo_stages") = kHaloStages;
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve_steps<Config>(m);

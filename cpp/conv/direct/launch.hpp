@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "conv/direct/doubled.hpp"
 #include "conv/direct/pixels.hpp"
 #include "conv/direct/planes.hpp"
 #include "conv/direct/rows.hpp"
@@ -30,6 +31,19 @@ void launch_planes(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
+template <class T>
+void launch_doubled(Arguments const& a, cudaStream_t stream) {
+  FUSEDCONV_CHECK(device::is_aligned(a.output, 16), a.config.row->name,
+                  ": output: got an address that is no multiple of 16 bytes");
+  DoubledParams const p = DoubledParams::of(a);
+  constexpr int64_t kMost = 0x7fffffff;
+  int64_t const blocks = ceil_div(p.count, kThreads);
+  FUSEDCONV_CHECK(blocks <= kMost, a.config.row->name, ": blocks: got ", blocks,
+                  ", expected at most ", kMost);
+  conv::check_launch(a.config, a.batch, "launch",
+                     device::launch(&double_planes<T>, unsigned(blocks), kThreads, 0, stream, p));
+}
+
 template <class T, int kVector>
 void launch_pixels(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve_pixels<T, kVector>;
@@ -47,6 +61,7 @@ void launch(Arguments const& a, cudaStream_t stream) {
     constexpr int kWidest = 16 / int(sizeof(T));
     return s.vector == 1 ? launch_pixels<T, 1>(a, stream) : launch_pixels<T, kWidest>(a, stream);
   }
+  if (s.doubles && a.partials == nullptr) return launch_doubled<T>(a, stream);
   if (s.run_taps == kGeneral) return launch_planes<T, kGeneral, 1>(a, stream);
   [&]<int... kTaps>(std::integer_sequence<int, kTaps...>) {
     auto const of = [&]<int kEach>(std::integral_constant<int, kEach>) {

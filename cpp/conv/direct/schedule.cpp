@@ -127,7 +127,20 @@ int64_t team_bytes(Schedule& s, Problem const& p, int element) {
   return 4 * (box + s.weight_floats + s.bias_floats()) + staged_bytes(s, element);
 }
 
+// Whether a depthwise filter of 4 x 4 doubles planes.
+bool doubles_planes(Problem const& p) {
+  auto const doubles = [](AxisProblem const& axis) {
+    return axis.kernel == 4 && axis.stride == 2 && axis.padding == 1 && axis.dilation == 1 &&
+           axis.output == 2 * axis.input;
+  };
+  AxisProblem const& depth = p.axes[0];
+  return depth.input == 1 && depth.output == 1 && depth.kernel == 1 && p.channels == 1 &&
+         p.output_channels == 1 && p.aligned && doubles(p.axes[1]) && doubles(p.axes[2]) &&
+         p.axes[2].input % kDoubledInputs == 0;
+}
+
 Schedule planes(Schedule s, Problem const& p, int element, Device const& device) {
+  s.doubles = doubles_planes(p);
   s.run_taps = compiled_taps(p);
   s.run = s.run_taps == kGeneral ? 1 : run_of(element);
   s.stores_runs = s.run_taps != kGeneral && p.axes[2].output % s.run == 0;

@@ -35,6 +35,7 @@ inline constexpr int kFewChannels = 16;
 inline constexpr int kMostStride = 1 << 15;  // products of two fit an int
 inline constexpr int kFirstPhases = 8;       // along an axis, that the host computes
 inline constexpr int kGeneral = -1;          // no compiled taps
+inline constexpr int kDoubledInputs = 4;     // that a width is a multiple of, see doubled.hpp
 
 // Channels first, a thread computes at once rows of outputs of one output channel or of several:
 // as many as registers hold next to two quads of the filter for each, or four if one is enough.
@@ -75,6 +76,7 @@ struct Schedule {
   int strip = 0;             // in runs, where a thread's rows lie that far apart along width; or 0
   int row_groups = 0;        // threads for the lines of a phase along height
   bool stores_runs = false;  // whole, else outputs go by shared memory
+  bool doubles = false;      // planes, by doubled.hpp where no moments are taken
   std::array<int, kMaxAxes> box{};     // staged positions; along width a multiple of 4
   std::array<int, kMaxAxes> before{};  // from a tile's first quotient to the box's first position
   bool joined = false;                 // a tile's lines follow each other in the output

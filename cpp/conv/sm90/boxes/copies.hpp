@@ -24,6 +24,7 @@ struct Maps {
 struct Barriers {
   uint64_t full[kMostStages], empty[kMostStages];
   uint64_t kept;  // a filter that stays
+  uint64_t full_boxes[kHaloStages], empty_boxes[kHaloStages];
 };
 static_assert(sizeof(Barriers) <= Memory::kBarrierBytes);
 
@@ -66,6 +67,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
                                           unsigned char* shared, int self) {
   constexpr int kSlabs = Traits::kShape.slabs(), kProducers = Traits::kProducers;
   device::RingCursor cursor{.stage = self, .parity = 1};
+  device::RingCursor boxes{.stage = 0, .parity = 1};
   int step = self;  // of the tile, or of tiles behind it
   for (Items<Traits> item(p); item.present(); item.advance()) {
     Block const block(p, item.block);
@@ -94,22 +96,36 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
         filter_bytes = segments * Traits::kSegmentColumns * kChunkBytes;
       }
       uint64_t* const full = &barriers.full[cursor.stage];
-      unsigned char* const stage = shared + cursor.stage * Traits::kShape.stage_bytes();
-      auto const copy_box = [&](int i) {
+      unsigned char* const stage =
+          shared + p.memory.ring + cursor.stage * Traits::kShape.stage_bytes();
+      auto const copy_box = [&](int i, unsigned char* to, uint64_t* full) {
         int const column = slabs[i].origin[2] + copied.shift[2];
-        cute::SM90_TMA_LOAD_5D::copy(
-            map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            stage + i * kSlab * kChunkBytes, Traits::kPlanes ? column : channel,
-            Traits::kPlanes ? channel : column, slabs[i].origin[1] + copied.shift[1],
-            slabs[i].origin[0] + copied.shift[0], slabs[i].sample);
+        cute::SM90_TMA_LOAD_5D::copy(map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                     to, Traits::kPlanes ? column : channel,
+                                     Traits::kPlanes ? channel : column,
+                                     slabs[i].origin[1] + copied.shift[1],
+                                     slabs[i].origin[0] + copied.shift[0], slabs[i].sample);
       };
+      if constexpr (Traits::kHalo) {
+        if (p.starts_box[block.first_tap + tap]) {
+          uint64_t* const full = &barriers.full_boxes[boxes.stage];
+          unsigned char* const to = shared + boxes.stage * kSlabs * p.halo_bytes;
+          wait_for(&barriers.empty_boxes[boxes.stage], boxes.parity);
+          device::arrive_and_expect(full, boxes_bytes);
+          copy_box(0, to, full);
+          if (second) copy_box(1, to + p.halo_bytes, full);
+          boxes.advance(kHaloStages);
+        }
+      }
       wait_for(&barriers.empty[cursor.stage], cursor.parity);
-      device::arrive_and_expect(full, boxes_bytes + filter_bytes);
-      copy_box(0);
-      if (second) copy_box(1);
+      device::arrive_and_expect(full, (Traits::kHalo ? 0 : boxes_bytes) + filter_bytes);
+      if constexpr (!Traits::kHalo) {
+        copy_box(0, stage, full);
+        if (second) copy_box(1, stage + kSlab * kChunkBytes, full);
+      }
       if constexpr (!Traits::kStationary) {
         copy_filter<Traits>(p, maps, block, channel, tap, filter, filter_bytes,
-                            stage + kSlabs * kSlab * kChunkBytes, full);
+                            stage + (Traits::kHalo ? 0 : kSlabs * kSlab * kChunkBytes), full);
         filter += filter_bytes;
       }
       cursor.step(kProducers, p.stages);

@@ -22,8 +22,10 @@
 namespace fusedconv::conv::sm90::boxes {
 
 // Rows of a chunk's channels, swizzled as tensor copies swizzle them, 8 rows after another.
-__device__ __forceinline__ uint64_t rows_operand(uint32_t address) {
-  return operand(address, gmma::LayoutType::B128, 0, 8 * kChunkBytes);
+// The pattern is that of addresses, so that rows may begin anywhere.
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address,
+                                                 int eights_bytes = 8 * kChunkBytes) {
+  return operand(address, gmma::LayoutType::B128, 0, eights_bytes);
 }
 
 // A slab's lines of so many bytes, each for all channels of a chunk in turn.
@@ -46,12 +48,14 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   constexpr bool kPingPong = Traits::kShape.ping_pong;
   constexpr int kSlabs = Traits::kShape.slabs();
   int const own_slab = kPingPong ? 0 : self.index;  // of a tile
-  uint32_t const own = ring + own_slab * kSlab * kChunkBytes;
+  uint32_t const own = ring + own_slab * (Traits::kHalo ? p.halo_bytes : kSlab * kChunkBytes);
   int const line_bytes = p.box[2] * Traits::kElementBytes;
   uint64_t const positions0 =
-      Traits::kPlanes ? lines_operand<Traits>(own, line_bytes) : rows_operand(own);
-  uint64_t const filter0 =
-      rows_operand(ring + (Traits::kStationary ? p.memory.kept : kSlabs * kSlab * kChunkBytes));
+      Traits::kPlanes ? lines_operand<Traits>(own, line_bytes)
+                      : rows_operand(own, Traits::kHalo ? p.eights_bytes : 8 * kChunkBytes);
+  uint64_t const filter0 = rows_operand(ring + (Traits::kStationary ? p.memory.kept
+                                                : Traits::kHalo ? p.memory.ring
+                                                                : kSlabs * kSlab * kChunkBytes));
   // To the channels of the next instruction.
   uint32_t const step_units =
       (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
@@ -63,6 +67,10 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   device::RingCursor cursor;
   auto const release = [&](int stage) {
     if (cute::elect_one_sync()) device::arrive(&barriers.empty[stage]);
+  };
+  device::RingCursor boxes;  // where they have halos
+  auto const release_boxes = [&](int stage) {
+    if (cute::elect_one_sync()) device::arrive(&barriers.empty_boxes[stage]);
   };
   // Who takes turns begins with products once the one before has found all of its stages full: a
   // barrier's parity tells phases apart that follow each other, no others.
@@ -111,10 +119,22 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     for_each_sum<Traits>(sums, [](float& sum) { sum = 0.0f; });
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     int in_flight = -1;  // the stage that products in flight read
+    int boxes_in_flight = -1, boxes_behind = -1;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       uint32_t const offset = uint32_t(cursor.stage * Traits::kShape.stage_bytes()) >> 4;
-      uint64_t const a = positions0 + offset;
+      uint64_t a = positions0 + offset;
+      if constexpr (Traits::kHalo) {
+        if (p.starts_box[block.first_tap + tap]) {
+          wait_for(&barriers.full_boxes[boxes.stage], boxes.parity);
+          boxes_behind = boxes_in_flight;
+          boxes_in_flight = boxes.stage;
+          boxes.advance(kHaloStages);
+        }
+        uint32_t const rows = p.offsets[block.first_tap + tap];
+        a = positions0 + (uint32_t(boxes_in_flight * kSlabs * p.halo_bytes) >> 4) +
+            (rows * kChunkBytes >> 4);
+      }
       uint64_t b =
           filter0 + (Traits::kStationary ? step * Traits::kColumns * kChunkBytes >> 4 : offset);
       uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
@@ -136,6 +156,10 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       if (kPingPong && step + 1 == steps) pass_turn();
       cute::warpgroup_wait<1>();
       if (in_flight >= 0) release(in_flight);
+      if constexpr (Traits::kHalo) {
+        if (boxes_behind >= 0) release_boxes(boxes_behind);
+        boxes_behind = -1;
+      }
       in_flight = cursor.stage;
       cursor.advance(p.stages);
     }
@@ -151,6 +175,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     cute::warpgroup_wait<0>();
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     if (in_flight >= 0) release(in_flight);
+    if (Traits::kHalo && boxes_in_flight >= 0) release_boxes(boxes_in_flight);
     if constexpr (!kLeavesEarly) leave();
     if (!slab.present) continue;
     unsigned char* const values =
@@ -171,6 +196,10 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
       device::init_barrier(&barriers.empty[i], Traits::kShape.slabs() * kWarpgroupWarps);
     }
     device::init_barrier(&barriers.kept, 1);
+    for (int i = 0; i < kHaloStages; ++i) {
+      device::init_barrier(&barriers.full_boxes[i], 1);
+      device::init_barrier(&barriers.empty_boxes[i], Traits::kShape.slabs() * kWarpgroupWarps);
+    }
     device::fence_barrier_init();
   }
   if constexpr (Traits::kStationary) {

@@ -67,6 +67,7 @@ void append_row(std::vector<Row>& rows) {
                             kShape.planes ? "_planes" : "", kShape.alike == 1 ? "" : "_alike",
                             kShape.stationary  ? "_stationary"
                             : kShape.ping_pong ? "_ping_pong"
+                            : kShape.halo      ? "_halo"
                                                : "",
                             kShape.residents == 1 ? "" : "_pair"),
        .math = kMath,

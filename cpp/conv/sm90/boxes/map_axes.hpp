@@ -94,8 +94,9 @@ inline Extents output_pixels(Problem const& p) {
 
 // Of a channels last tensor, for boxes of a slab and a chunk of channels.
 inline MapAxes chunk_axes(MapAxes axes, Slabs const& slabs, int element_bytes) {
-  auto const box = box_of(slabs);
-  axes.box = {cuuint32_t(kChunkBytes / element_bytes), box[0], box[1], box[2], box[3]};
+  axes.box = {cuuint32_t(kChunkBytes / element_bytes), cuuint32_t(slabs.extent(2)),
+              cuuint32_t(slabs.extent(1)), cuuint32_t(slabs.extent(0)),
+              cuuint32_t(slabs.box[kMaxAxes])};
   axes.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   return axes;
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ uint32_t pixels_of_rows(Params const& p, Block const&
 template <class Traits>
 __device__ __forceinline__ bool has_all_pixels(Params const& p, Block const& block,
                                                Slab const& slab) {
-  bool result = p.box_bytes == kSlab * kChunkBytes;
+  bool result = p.positions == kSlab;
 #pragma unroll
   for (int a = 0; a < kMaxAxes; ++a) {
     result = result && slab.origin[a] + p.box[a] <= p.least_outputs[a];

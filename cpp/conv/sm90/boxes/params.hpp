@@ -41,7 +41,10 @@ struct Params {
   int chunks, stages;
   int segment, store_shift;
   int piece_shift;        // channels first: positions of a copy's line, two to this
+  int positions;          // of a slab
   int box_bytes;          // of a slab's copy
+  int halo_bytes;         // that it has room for, where there are halos
+  int eights_bytes;       // then: from eight of the instruction's rows to the next
   int box[kMaxAxes + 1];  // positions of a slab, and samples
   Memory memory;
   cutlass::FastDivmod group_channels, channel_blocks, segments, slabs_d, slabs_h, slabs_w, box_w,
@@ -51,9 +54,14 @@ struct Params {
   uint16_t first_row[kMostPhases], set_rows[kMostPhases];
   TapCopy taps[kMostTaps];
   uint16_t masks[kMostTaps];
+  uint16_t offsets[kMostTaps];  // in a box with a halo, in rows
+  bool starts_box[kMostTaps];   // or that of the tap before has what it reads
 
   // slabs: those of the arguments' batch.
   static Params of(Arguments const& arguments, Slabs const& slabs);
+
+ private:
+  void set_halos(Schedule const& s, Slabs const& slabs);
 };
 
 // Tiles of positions for blocks of columns.
@@ -121,6 +129,21 @@ struct Slab {
   }
 };
 
+// Taps of a plane are neighbours, and read a box that begins where the set's lowest would.
+inline void Params::set_halos(Schedule const& s, Slabs const& slabs) {
+  for (PhaseSet const& set : s.sets) {
+    for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
+      starts_box[tap] = tap == set.first_tap || s.taps[tap][0] != s.taps[tap - 1][0];
+      int offset = 0;
+      for (int axis = 1; axis < kMaxAxes; ++axis) {
+        offset += (s.taps[tap][axis] - set.lowest[axis]) * slabs.pitch(axis);
+        taps[tap].shift[axis] = set.lowest[axis];
+      }
+      offsets[tap] = uint16_t(offset);
+    }
+  }
+}
+
 inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   Config const& config = a.config;
   Schedule const& s = config.schedule;
@@ -164,9 +187,12 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.segment = s.segment;
   p.store_shift = std::countr_zero(unsigned(s.store_columns));
   p.piece_shift = std::countr_zero(unsigned(std::min(s.store_positions, slabs.box[2])));
-  p.box_bytes = slabs.positions() * kChunkBytes;
+  p.positions = slabs.positions();
+  p.box_bytes = slabs.copied() * kChunkBytes;
+  p.halo_bytes = s.halo_bytes;
+  p.eights_bytes = slabs.eights_pitch() * kChunkBytes;
   std::copy(slabs.box.begin(), slabs.box.end(), p.box);
-  p.memory = Memory::of(config.row->shape, s.stages, s.kept_bytes);
+  p.memory = Memory::of(config.row->shape, s.stages, s.kept_bytes, s.halo_bytes);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
   p.segments = cutlass::FastDivmod(s.segment);
   p.slabs_d = cutlass::FastDivmod(slabs.count[0]);
@@ -186,6 +212,7 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
     std::copy(s.taps[i].begin(), s.taps[i].end(), p.taps[i].shift);
     p.taps[i].source = s.tap_sources.empty() ? 0 : s.tap_sources[i];
   }
+  if (config.row->shape.halo) p.set_halos(s, slabs);
   std::copy(s.masks.begin(), s.masks.end(), p.masks);
   return p;
 }

@@ -118,6 +118,29 @@ int64_t work_of(Schedule const& s) {
   return work * s.channel_blocks;
 }
 
+// Boxes with halos, of as few slabs as there are.
+Slabs halo_slabs(Schedule const& s, int64_t batch) {
+  Slabs best;
+  int64_t fewest = std::numeric_limits<int64_t>::max();
+  int const lines = kSlab / kHaloLine;
+  for (std::array<int, kMaxAxes + 1> const& box :
+       {std::array{1, 1, kSlab, 1}, std::array{1, lines, kHaloLine, 1},
+        std::array{lines, 1, kHaloLine, 1}, std::array{1, 1, kHaloLine, lines}}) {
+    if (box[kMaxAxes] > batch) continue;
+    Slabs slabs;
+    slabs.box = box;
+    slabs.reach = s.reach;
+    for (int axis = 0; axis < kMaxAxes; ++axis) {
+      slabs.count[axis] = int(ceil_div(s.axes[axis].positions, box[axis]));
+    }
+    slabs.count[kMaxAxes] = int(ceil_div(batch, box[kMaxAxes]));
+    if (slabs.all() >= fewest) continue;
+    fewest = slabs.all();
+    best = slabs;
+  }
+  return best;
+}
+
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.
 template <class F>
@@ -141,6 +164,7 @@ void each_width(int whole, int most, Layout layout, F&& body) {
 
 Slabs Schedule::slabs(int64_t batch, int most) const {
   FUSEDCONV_CHECK(batch > 0, "sm90_boxes: batch: got ", batch, ", expected a positive number");
+  if (halo_bytes > 0) return halo_slabs(*this, batch);
   std::array<int, kMaxAxes> const whole{axes[0].positions, axes[1].positions, axes[2].positions};
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
@@ -218,6 +242,7 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   }
   if (!last && shape.segments == 1) return refused("it writes channels last");
   if (last && shape.alike > 1) return refused("it writes channels first");
+  if (gathers && shape.halo) return refused("it scatters");
   if (!last && shape.segments != p.axes[2].stride) {
     return refused(detail::join("its stride along width is ", p.axes[2].stride, ", ",
                                 shape.segments, " is served channels first"));
@@ -301,6 +326,27 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
       if (!whole(tap[kMaxAxes - 1])) return refused("its taps lie beside each other along width");
     }
   }
+  if (shape.halo) {
+    for (PhaseSet& set : s.sets) {
+      for (int axis = 1; set.taps > 0 && axis < kMaxAxes; ++axis) {
+        int low = s.taps[set.first_tap][axis], high = low;
+        for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
+          low = std::min<int>(low, s.taps[tap][axis]);
+          high = std::max<int>(high, s.taps[tap][axis]);
+        }
+        set.lowest[axis] = int16_t(low);
+        s.reach[axis] = std::max(s.reach[axis], high - low);
+      }
+    }
+    // The largest of any batch's slabs.
+    for (int const batch : {1, kSlab / kHaloLine}) {
+      for (int const reach : s.reach) {
+        if (reach > kMostBoxExtent - kSlab) return refused("its taps reach too far for one box");
+      }
+      int const rows = halo_slabs(s, batch).copied();
+      s.halo_bytes = std::max(s.halo_bytes, int(round_up(rows * kChunkBytes, kSwizzleBytes)));
+    }
+  }
   s.store_columns = kChunkBytes / element;
   if (last) {
     while (s.segment % s.store_columns != 0) s.store_columns /= 2;
@@ -322,10 +368,11 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   s.stages = kMostStages;
   int const most_bytes =
       (device.shared_bytes + Memory::kReservedBytes) / shape.residents - Memory::kReservedBytes;
-  while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes).end > most_bytes) --s.stages;
+  while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end > most_bytes)
+    --s.stages;
   s.stages -= s.stages % shape.producers();
   if (s.stages < 2) return refused("its tiles do not fit the shared memory of a multiprocessor");
-  s.shared_bytes = Memory::of(shape, s.stages, s.kept_bytes).end;
+  s.shared_bytes = Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end;
   for (PhaseSet const& set : s.sets) {
     s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;
   }

@@ -31,10 +31,11 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-inline constexpr int kConsumers = 2;     // warpgroups that multiply, of most rows
-inline constexpr int kSlab = 64;         // positions of a consumer
-inline constexpr int kChunkBytes = 128;  // of channels, in a stage
-inline constexpr int kPieceBytes = 16;   // of a column's channels, packed by one thread
+inline constexpr int kConsumers = 2;        // warpgroups that multiply, of most rows
+inline constexpr int kSlab = 64;            // positions of a consumer
+inline constexpr int kChunkBytes = 128;     // of channels, in a stage
+inline constexpr int kSwizzleBytes = 1024;  // what boxes begin at multiples of
+inline constexpr int kPieceBytes = 16;      // of a column's channels, packed by one thread
 inline constexpr int kMostStages = 8;
 inline constexpr int kMostPhases = 16;
 inline constexpr int kMostTaps = 160;               // of all sets
@@ -65,6 +66,9 @@ struct Shape {
   // A multiprocessor has one block of columns, whose filter stays in shared memory: the ring brings
   // positions alone.
   bool stationary = false;
+  // A box has what all taps of a chunk and a plane read, and each multiplies positions shifted in
+  // it; else a box is copied for each tap.
+  bool halo = false;
   int staged = 0;  // portions of columns that a consumer stages at most, or 0: as the rest says
 
   constexpr int segment_columns() const { return columns / segments; }
@@ -77,14 +81,20 @@ struct Shape {
   }
   // Of a tile.
   constexpr int slabs() const { return ping_pong ? 1 : consumers; }
-  // Of the ring: a chunk of channels for a tile's slabs and for the filter's columns.
+  // Of the ring: a chunk of channels for a tile's slabs, unless these have a ring of their own, and
+  // for the filter's columns.
   constexpr int stage_bytes() const {
-    return (slabs() * kSlab + (stationary ? 0 : columns)) * kChunkBytes;
+    return ((halo ? 0 : slabs() * kSlab) + (stationary ? 0 : columns)) * kChunkBytes;
   }
   // Warps that copy, of which each fills every second stage or so.
   constexpr int producers() const { return stationary ? 2 : 1; }
   constexpr int staged_portions() const { return staged > 0 ? staged : residents == 1 ? 2 : 1; }
 };
+
+// A box with a halo: of kHaloLine positions along width and as many lines along another axis, or of
+// a line of kSlab, so that the instruction's rows, eight by eight, lie evenly apart in it.
+inline constexpr int kHaloLine = 8;
+inline constexpr int kHaloStages = 2;
 
 // Phases that blocks of columns go over together.
 struct PhaseSet {
@@ -94,15 +104,32 @@ struct PhaseSet {
   int taps = 0;       // that any of the phases has
   int first_row = 0;  // of the packed filter, in terms of a channel block and chunk
   int rows = 0;       // the same of all taps: columns of the phases that have each
+  Tap lowest{};       // by axis of its taps
 };
 
 // Boxes of a launch: positions of a slab, and slabs by axis. The last axis is samples.
 struct Slabs {
   std::array<int, kMaxAxes + 1> box{1, 1, 1, 1};
   std::array<int, kMaxAxes + 1> count{1, 1, 1, 1};
+  std::array<int, kMaxAxes> reach{};  // positions beside those that are copied with them
 
   int64_t all() const { return int64_t(count[0]) * count[1] * count[2] * count[3]; }
   int positions() const { return box[0] * box[1] * box[2] * box[3]; }
+  // Of what is copied.
+  int extent(int axis) const { return box[axis] + reach[axis]; }
+  int copied() const { return extent(0) * extent(1) * extent(2) * box[3]; }
+  // Of the copy: from a position to the next along an axis, samples the last.
+  int pitch(int axis) const {
+    int const pitches[] = {extent(2) * extent(1), extent(2), 1, extent(2) * extent(1) * extent(0)};
+    return pitches[axis];
+  }
+  // From eight of the instruction's rows to the next.
+  int eights_pitch() const {
+    for (int axis : {kMaxAxes, 0, 1}) {
+      if (box[axis] > 1) return pitch(axis);
+    }
+    return kHaloLine;
+  }
 };
 
 struct Schedule {
@@ -124,7 +151,9 @@ struct Schedule {
   int chunks = 0;           // of channels
   int stages = 0;
   int shared_bytes = 0;
-  int kept_bytes = 0;  // of the filter, in shared memory
+  int kept_bytes = 0;                 // of the filter, in shared memory
+  std::array<int, kMaxAxes> reach{};  // of Slabs, where the row's boxes have halos
+  int halo_bytes = 0;                 // of such a box's stage
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
 
@@ -143,18 +172,19 @@ Schedule schedule_of(Problem const& problem, Direction direction, Math math, Sha
 // sources than kMostPhases, and those that no pixel of the input is of.
 Support gather_taps(Problem const& problem, Schedule& schedule);
 
-// Of shared memory: the ring, a filter that stays, what consumers stage of their output, values of
-// its columns, barriers.
+// Of shared memory: a ring of boxes with halos, the ring, a filter that stays, what consumers stage
+// of their output, values of its columns, barriers.
 struct Memory {
   static constexpr int kBarrierBytes = 256;
   static constexpr int kColumnBytes = 20;  // of a column's values, where all tiles have the same
   static constexpr int kPortionBytes = kSlab * kChunkBytes;  // of what a consumer stages
   static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
-  int kept = 0, staged = 0, values = 0, barriers = 0, end = 0;
+  int ring = 0, kept = 0, staged = 0, values = 0, barriers = 0, end = 0;
 
-  static Memory of(Shape const& shape, int stages, int kept_bytes) {
+  static Memory of(Shape const& shape, int stages, int kept_bytes, int halo_bytes) {
     Memory m;
-    m.kept = stages * shape.stage_bytes();
+    m.ring = shape.halo ? kHaloStages * shape.slabs() * halo_bytes : 0;
+    m.kept = m.ring + stages * shape.stage_bytes();
     m.staged = m.kept + kept_bytes;
     m.values = m.staged + shape.staged_portions() * shape.consumers * kPortionBytes;
     m.barriers = m.values + (shape.stationary ? shape.columns * kColumnBytes : 0);

@@ -60,7 +60,7 @@ struct Traits {
   static constexpr int kResidents = kShape.residents;
 
   static constexpr int kOwnConsumers = kShape.consumers;
-  static constexpr bool kStationary = kShape.stationary;
+  static constexpr bool kStationary = kShape.stationary, kHalo = kShape.halo;
 
   // Of a multiprocessor there are two consumers or four, whose registers are then scarce.
   static constexpr bool kScarce = kResidents * kOwnConsumers > kConsumers;
@@ -98,6 +98,7 @@ struct Traits {
   static_assert(kColumns % kPlaneColumns == 0 && kPlaneColumns % kPortion == 0, "whole portions");
   static_assert(kPlanePortions <= kShape.staged_portions() || kSegments == 1);
   static_assert(!kShape.ping_pong || (kResidents == 1 && kSegments == 1), "turns of whole blocks");
+  static_assert(!kHalo || (!kPlanes && !kStationary && !kShape.ping_pong), "two slabs of channels");
   static_assert(!kStationary || (kShape.ping_pong && kInstructions == 1), "one step after another");
   static_assert(kElementBytes == traits_of(kMath).element_bytes());
 };

@@ -19,6 +19,7 @@ one phase in a block. Pixels that are not whole 16 bytes are padded in front and
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -85,10 +86,15 @@ class CostConstants:
     #: Where groups of warps take turns: all of a tile over the longer of its products and half of
     #: what one group does, by columns and bytes of an element.
     turns: Mapping[tuple[int, int], float]
-    #: Where the filter stays: a step beside its products, and what a tile's epilogue adds to others'
-    #: over a group's of warps, by bytes of an element.
+    #: Where a box has what all taps read: all of a tile, over what the rest says, by bytes of an
+    #: element.
+    halo: Mapping[int, float]
+    #: Where the filter stays: a step beside its products; what a tile's epilogue takes of others'
+    #: time, over a group of warps' own, by bytes of an element.
     kept_step: float
     kept_epilogue: Mapping[int, float]
+    #: Where bytes bound that, over what they take elsewhere.
+    kept_moved: Mapping[int, float]
     #: A launch beside these.
     launch: float
     #: All of it where bytes bound it, over their time at copy rate, and what of the shorter of the
@@ -104,10 +110,11 @@ class CostConstants:
 #: Fitted to the times of layers of real models in both layouts, tf32 and bf16, on an H200, of 18
 #: and those of rows that share a multiprocessor of 22: the cheapest row by these takes 0.6 % longer
 #: than the best. What moments and GroupNorm add is of seven layers on an H100. Turns, norms over
-#: channels and what is hidden are of ten layers on another H200, where the cheapest row takes 0.7 %
-#: longer than the best.
+#: channels and what is hidden are of ten layers on another H200; turns, halos and filters that stay
+#: of 15 layers, channels last but two, on a third, where the cheapest row takes 0.6 % longer than
+#: the best.
 COSTS = CostConstants(
-    products={1: 0.90, 2: 1.14, 4: 1.25, 8: 1.90},
+    products={1: 0.90, 2: 1.14, 4: 1.25},
     copied=0.0131,
     step=200.0,
     column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
@@ -119,9 +126,11 @@ COSTS = CostConstants(
     shared_products={1: 0.92, 2: 0.99, 4: 1.24},
     shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
     shorter={2: 1.0, 4: 0.83},
-    turns={(256, 2): 1.2, (256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
+    turns={(256, 4): 0.98, (384, 2): 1.2, (384, 4): 1.1},
+    halo={2: 0.94, 4: 0.97},
     kept_step=40.0,
-    kept_epilogue={2: 0.35, 4: 0.35},
+    kept_epilogue={2: 0.42, 4: 0.64},
+    kept_moved={2: 0.9, 4: 1.0},
     launch=9000.0,
     moved=1.42,
     hidden=0.02,
@@ -143,11 +152,18 @@ def tile_cycles(
     ``layout`` is the output's, ``size`` an element's."""
     steps = 0.0
     parts = row.segments // row.alike  # instructions of a step of channels
-    for mask in config.masks:
+    first_taps = [first for *_, first, _ in config.sets]
+    planes = set()  # where boxes have halos: those that sets have had
+    for tap, mask in enumerate(config.masks):
         own = row.columns
         if row.segments > 1:
             own = row.columns // row.segments * mask.bit_count()
         lines = _C.sm90.boxes.box_positions * row.boxes + own
+        if row.halo:
+            plane = bisect.bisect(first_taps, tap), config.shifts[tap][0]
+            box = config.halo_bytes // _C.sm90.boxes.chunk_bytes
+            lines = own + (0 if plane in planes else box * row.boxes)
+            planes.add(plane)
         copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
         full_rate = own * COLUMN_CYCLES * row.boxes / 2
         steps += max(full_rate * costs.products[parts], copied)
@@ -161,7 +177,8 @@ def tile_cycles(
         return products + epilogue
     products *= costs.shared_products[parts]
     epilogue *= costs.shared_epilogue[layout, size]
-    return max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
+    total = max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
+    return total * costs.halo[size] if row.halo else total
 
 
 def stationary_cycles(
@@ -495,6 +512,8 @@ class BoxesSm90(TapsRow):
             )
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
+        if self.row.stationary:
+            bytes_bound *= costs.kept_moved[size]
         computed = cycles * 1e3 / device.clock_hertz
         return max(computed, bytes_bound) + costs.hidden * min(computed, bytes_bound)
 

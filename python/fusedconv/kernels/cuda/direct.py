@@ -39,6 +39,8 @@ class CostConstants:
     run_product: float
     vector_product: float
     general_product: float
+    #: An output of planes that are doubled from registers, in all.
+    doubled: float
     #: An output beside its products, and an input that is staged.
     output: float
     staged: float
@@ -53,6 +55,7 @@ COSTS = CostConstants(
     run_product=1.25,
     vector_product=9.5,
     general_product=30.0,
+    doubled=8.0,
     output=32.0,
     staged=30.0,
     shortest=9000.0,
@@ -118,6 +121,8 @@ class Direct(InPlaceRow):
         work = problem.conv_flops / 2 * product + problem.output_elements * costs.output
         staged = math.prod(config.box) * math.prod(config.tiles) * problem.batch * problem.channels
         work += staged * costs.staged
+        if config.doubles and not (problem.norm_groups and self.takes_moments(problem, config)):
+            work = problem.output_elements * costs.doubled
         cycles = max(costs.shortest, work / 128 / max(1, device.multiprocessors))
         computed = cycles / device.clock_hertz * 1e3
         size = problem.dtype.itemsize

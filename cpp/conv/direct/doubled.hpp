@@ -1,0 +1,127 @@
+// Depthwise upsampling of planes to twice their size, by filters of 4 x 4: each output has two taps
+// along an axis, and what a thread reads it keeps in registers. Channels first.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "conv/direct/epilogue.hpp"
+#include "conv/direct/rows.hpp"
+#include "cuda/math.hpp"
+#include "fusedconv/activation.hpp"
+
+namespace fusedconv::conv::direct {
+
+inline constexpr int kDoubledTaps = 4;  // of the filter, along an axis
+inline constexpr int kDoubledRun = 4;   // inputs of a thread along width
+inline constexpr int kDoubledRows = 4;  // and along height
+static_assert(kDoubledRun == kDoubledInputs);
+
+struct DoubledParams {
+  void const* input;
+  void const* weight;
+  void const* bias;
+  void* output;
+  FilterSource source;
+  Activation activation;
+  int channels, height, width;
+  int runs, units;  // along width; of a plane
+  int64_t count;    // of units, in all
+
+  static DoubledParams of(Arguments const& a) {
+    Problem const& c = a.config.problem;
+    DoubledParams p{};
+    p.input = a.input;
+    p.weight = a.filter;
+    p.bias = a.bias;
+    p.output = a.output;
+    p.source = a.config.source;
+    p.activation = a.activates_output ? a.activation : Activation::kIdentity;
+    p.channels = c.groups;
+    p.height = c.axes[1].input;
+    p.width = c.axes[2].input;
+    p.runs = p.width / kDoubledRun;
+    p.units = p.runs * int(ceil_div(p.height, kDoubledRows));
+    p.count = int64_t(a.batch) * p.channels * p.units;
+    return p;
+  }
+};
+
+// A run of a line and the input on either side of it, or zeros.
+template <class T>
+struct DoubledLine {
+  float values[kDoubledRun + 2] = {};
+
+  __device__ __forceinline__ DoubledLine(T const* plane, int height, int width, int y, int x) {
+    if (unsigned(y) >= unsigned(height)) return;
+    T const* const first = plane + int64_t(y) * width + x;
+    float run[kDoubledRun];
+    device::Pack<T, kDoubledRun>::load(first).to_floats(run);
+#pragma unroll
+    for (int i = 0; i < kDoubledRun; ++i) values[i + 1] = run[i];
+    if (x > 0) values[0] = device::to_float(first[-1]);
+    if (x + kDoubledRun < width) values[kDoubledRun + 1] = device::to_float(first[kDoubledRun]);
+  }
+};
+
+// Adds what a line gives of one row of the filter: output 2 q has taps 1 and 3 of inputs q and q -
+// 1, output 2 q + 1 taps 2 and 0 of q and q + 1.
+template <class T>
+__device__ __forceinline__ void add_line(float (&sums)[2 * kDoubledRun], DoubledLine<T> const& line,
+                                         float const (&taps)[kDoubledTaps]) {
+#pragma unroll
+  for (int q = 0; q < kDoubledRun; ++q) {
+    float const* const at = line.values + q + 1;
+    sums[2 * q] = fmaf(at[0], taps[1], fmaf(at[-1], taps[3], sums[2 * q]));
+    sums[2 * q + 1] = fmaf(at[0], taps[2], fmaf(at[1], taps[0], sums[2 * q + 1]));
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ DoubledParams const p) {
+  int64_t const unit = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (unit >= p.count) return;
+  int64_t const plane = unit / p.units;
+  int const within = int(unit - plane * p.units), rows = within / p.runs;
+  int const x = (within - rows * p.runs) * kDoubledRun, y = rows * kDoubledRows;
+  int const channel = int(plane % p.channels);
+  float taps[kDoubledTaps][kDoubledTaps];
+  T const* const weight = static_cast<T const*>(p.weight) + channel * p.source.stride_c;
+#pragma unroll
+  for (int r = 0; r < kDoubledTaps; ++r) {
+#pragma unroll
+    for (int s = 0; s < kDoubledTaps; ++s) {
+      taps[r][s] = device::to_float(weight[r * p.source.stride_r + s * p.source.stride_s]);
+    }
+  }
+  float const bias = p.bias ? device::to_float(static_cast<T const*>(p.bias)[channel]) : 0.0f;
+  T const* const input = static_cast<T const*>(p.input) + plane * p.height * p.width;
+  T* const output = static_cast<T*>(p.output) + plane * 4 * p.height * p.width;
+  auto const line_at = [&](int i) { return DoubledLine<T>(input, p.height, p.width, i, x); };
+  DoubledLine<T> const lines[kDoubledRows + 2] = {line_at(y - 1), line_at(y),     line_at(y + 1),
+                                                  line_at(y + 2), line_at(y + 3), line_at(y + 4)};
+  dispatch_activation(p.activation, [&](auto form) {
+    using A = decltype(form);
+#pragma unroll
+    for (int i = 0; i < kDoubledRows; ++i) {
+#pragma unroll
+      for (int residue = 0; residue < 2; ++residue) {
+        float sums[2 * kDoubledRun];
+#pragma unroll
+        for (float& sum : sums) sum = bias;
+        // The line itself, and the one above it or below.
+        add_line(sums, lines[i + 1], taps[1 + residue]);
+        add_line(sums, lines[i + 2 * residue], taps[3 - 3 * residue]);
+#pragma unroll
+        for (float& sum : sums) {
+          sum = sizeof(T) == 2 ? device::quick_value<A>(sum) : A::value(sum);
+        }
+        if (y + i >= p.height) continue;
+        T* const target = output + (int64_t(2 * (y + i) + residue) * p.width + x) * 2;
+        device::Pack<T, 2 * kDoubledRun>::of(sums).store(target);
+      }
+    }
+  });
+}
+
+}  // namespace fusedconv::conv::direct

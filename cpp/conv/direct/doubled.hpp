@@ -13,9 +13,11 @@
 namespace fusedconv::conv::direct {
 
 inline constexpr int kDoubledTaps = 4;  // of the filter, along an axis
-inline constexpr int kDoubledRun = 4;   // inputs of a thread along width
-inline constexpr int kDoubledRows = 4;  // and along height
-static_assert(kDoubledRun == kDoubledInputs);
+inline constexpr int kDoubledRows = 4;  // inputs of a thread along height
+// And along width: of which the outputs are 16 bytes.
+template <class T>
+inline constexpr int kDoubledRun = 8 / int(sizeof(T));
+static_assert(kDoubledInputs % kDoubledRun<__half> == 0);
 
 struct DoubledParams {
   void const* input;
@@ -28,7 +30,7 @@ struct DoubledParams {
   int runs, units;  // along width; of a plane
   int64_t count;    // of units, in all
 
-  static DoubledParams of(Arguments const& a) {
+  static DoubledParams of(Arguments const& a, int run) {
     Problem const& c = a.config.problem;
     DoubledParams p{};
     p.input = a.input;
@@ -40,7 +42,7 @@ struct DoubledParams {
     p.channels = c.groups;
     p.height = c.axes[1].input;
     p.width = c.axes[2].input;
-    p.runs = p.width / kDoubledRun;
+    p.runs = p.width / run;
     p.units = p.runs * int(ceil_div(p.height, kDoubledRows));
     p.count = int64_t(a.batch) * p.channels * p.units;
     return p;
@@ -50,27 +52,29 @@ struct DoubledParams {
 // A run of a line and the input on either side of it, or zeros.
 template <class T>
 struct DoubledLine {
-  float values[kDoubledRun + 2] = {};
+  static constexpr int kRun = kDoubledRun<T>;
+  float values[kRun + 2] = {};
 
   __device__ __forceinline__ DoubledLine(T const* plane, int height, int width, int y, int x) {
     if (unsigned(y) >= unsigned(height)) return;
     T const* const first = plane + int64_t(y) * width + x;
-    float run[kDoubledRun];
-    device::Pack<T, kDoubledRun>::load(first).to_floats(run);
+    float run[kRun];
+    device::Pack<T, kRun>::load(first).to_floats(run);
 #pragma unroll
-    for (int i = 0; i < kDoubledRun; ++i) values[i + 1] = run[i];
+    for (int i = 0; i < kRun; ++i) values[i + 1] = run[i];
     if (x > 0) values[0] = device::to_float(first[-1]);
-    if (x + kDoubledRun < width) values[kDoubledRun + 1] = device::to_float(first[kDoubledRun]);
+    if (x + kRun < width) values[kRun + 1] = device::to_float(first[kRun]);
   }
 };
 
 // Adds what a line gives of one row of the filter: output 2 q has taps 1 and 3 of inputs q and q -
 // 1, output 2 q + 1 taps 2 and 0 of q and q + 1.
 template <class T>
-__device__ __forceinline__ void add_line(float (&sums)[2 * kDoubledRun], DoubledLine<T> const& line,
+__device__ __forceinline__ void add_line(float (&sums)[2 * kDoubledRun<T>],
+                                         DoubledLine<T> const& line,
                                          float const (&taps)[kDoubledTaps]) {
 #pragma unroll
-  for (int q = 0; q < kDoubledRun; ++q) {
+  for (int q = 0; q < kDoubledRun<T>; ++q) {
     float const* const at = line.values + q + 1;
     sums[2 * q] = fmaf(at[0], taps[1], fmaf(at[-1], taps[3], sums[2 * q]));
     sums[2 * q + 1] = fmaf(at[0], taps[2], fmaf(at[1], taps[0], sums[2 * q + 1]));
@@ -79,11 +83,12 @@ __device__ __forceinline__ void add_line(float (&sums)[2 * kDoubledRun], Doubled
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ DoubledParams const p) {
+  constexpr int kRun = kDoubledRun<T>;
   int64_t const unit = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (unit >= p.count) return;
   int64_t const plane = unit / p.units;
   int const within = int(unit - plane * p.units), rows = within / p.runs;
-  int const x = (within - rows * p.runs) * kDoubledRun, y = rows * kDoubledRows;
+  int const x = (within - rows * p.runs) * kRun, y = rows * kDoubledRows;
   int const channel = int(plane % p.channels);
   float taps[kDoubledTaps][kDoubledTaps];
   T const* const weight = static_cast<T const*>(p.weight) + channel * p.source.stride_c;
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
     for (int i = 0; i < kDoubledRows; ++i) {
 #pragma unroll
       for (int residue = 0; residue < 2; ++residue) {
-        float sums[2 * kDoubledRun];
+        float sums[2 * kRun];
 #pragma unroll
         for (float& sum : sums) sum = bias;
         // The line itself, and the one above it or below.
@@ -118,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
         }
         if (y + i >= p.height) continue;
         T* const target = output + (int64_t(2 * (y + i) + residue) * p.width + x) * 2;
-        device::Pack<T, 2 * kDoubledRun>::of(sums).store(target);
+        device::Pack<T, 2 * kRun>::of(sums).store(target);
       }
     }
   });

@@ -35,7 +35,7 @@ template <class T>
 void launch_doubled(Arguments const& a, cudaStream_t stream) {
   FUSEDCONV_CHECK(device::is_aligned(a.output, 16), a.config.row->name,
                   ": output: got an address that is no multiple of 16 bytes");
-  DoubledParams const p = DoubledParams::of(a);
+  DoubledParams const p = DoubledParams::of(a, kDoubledRun<T>);
   constexpr int64_t kMost = 0x7fffffff;
   int64_t const blocks = ceil_div(p.count, kThreads);
   FUSEDCONV_CHECK(blocks <= kMost, a.config.row->name, ": blocks: got ", blocks,

@@ -90,6 +90,7 @@ USE_COMPILED = {
     "kernels.cuda.boxes_sm90",
     "kernels.cuda.clusters_sm90",
     "kernels.cuda.convolution",
+    "kernels.cuda.depthwise",
     "kernels.cuda.direct",
     "kernels.cuda.direct_gradients",
     "kernels.cuda.few",

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "boxes_sm90": 90,
     "clusters_sm90": 90,
     "taps_sm90": 90,
+    "depthwise": 90,
     "groupnorm_cuda": 90,
     "gradients_sm90": 90,
 }
@@ -109,6 +110,17 @@ def pyramids() -> Iterator[ForwardProblem]:
         yield dataclasses.replace(made, epilogue=tuple(stages))
 
 
+def depthwise_convolutions() -> Iterator[ForwardProblem]:
+    weight = torch.empty(64, 1, 3, 3, 3, device="meta")
+    conv = geometry_of(
+        weight, out_channels=64, stride=(2,) * 3, padding=(1,) * 3, output_padding=(1,) * 3,
+        groups=64,
+    )  # fmt: skip
+    for precision in DTYPES:
+        sizes = dict(batch=4, channels=64, spatial=(32, 32, 32))
+        yield asked_for(precision, "nchw", 64, activation="identity", conv=conv, **sizes)
+
+
 def input_gradients() -> Iterator[Problem]:
     for each in convolutions():
         yield backward_problem(dataclasses.replace(each, epilogue=(), save=True), "input")
@@ -130,8 +142,13 @@ def chosen(provider: str) -> set[str]:
     """The kernels of a provider that some problem chooses among them."""
     device = KNOWN[ARCHITECTURES[provider]]
     names = set()
-    passes = {"groupnorm_cuda": normalisations, "gradients_sm90": input_gradients}
-    for each in passes.get(provider, lambda: (*convolutions(), *pyramids()))():
+    passes = {
+        "groupnorm_cuda": normalisations,
+        "gradients_sm90": input_gradients,
+        "depthwise": depthwise_convolutions,
+        "boxes_sm90": lambda: (*convolutions(), *pyramids()),
+    }
+    for each in passes.get(provider, convolutions)():
         for candidate in registry().candidates(each, device):
             if candidate.support and candidate.kernel.provider == provider:
                 names.add(candidate.kernel.name)

@@ -43,6 +43,7 @@ KERNELS = [
     (r"add the depthwise weight gradient's parts", ["add_parts_of_weight"]),
     (r"few-channel gradient of ", [r"few::gradients"]),
     (r"few_", [r"few::convolve"]),
+    (r"depthwise_", [r"depthwise::convolve"]),
     (r"add the few-channel weight gradient's parts", ["add_parts_of_few"]),
     (r"merge moments \+ ", ["normalize_merging_kernel"]),
     (r"merge moments", ["merge_partials_kernel"]),

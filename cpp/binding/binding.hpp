@@ -30,6 +30,7 @@ void bind_sm90_wgrad(py::module_& room);
 void bind_taps(py::module_& m);
 void bind_direct(py::module_& m);
 void bind_few(py::module_& m);
+void bind_depthwise(py::module_& m);
 void bind_group_norm(py::module_& m);
 void bind_batch_norm(py::module_& m);
 void bind_layer_norm(py::module_& m);

@@ -95,6 +95,9 @@ PYBIND11_MODULE(_C, m) {
 #ifdef FUSEDCONV_WITH_FEW
   bind_few(m);
 #endif
+#ifdef FUSEDCONV_WITH_DEPTHWISE
+  bind_depthwise(m);
+#endif
 #ifdef FUSEDCONV_WITH_SM90
   bind_sm90(m);
 #endif

@@ -13,10 +13,18 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return result;
 }
 
+// The two halves of the cluster's barrier, for what a thread has to do between them.
+__device__ __forceinline__ void arrive_cluster() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void wait_cluster() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // Until all threads of the cluster have come here or ended. What they wrote before is seen behind.
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  arrive_cluster();
+  wait_cluster();
 }
 
 // From the shared memory of the cluster's block `rank`, where the address is the executing one's.

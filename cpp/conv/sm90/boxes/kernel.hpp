@@ -40,6 +40,47 @@ __device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_byt
   }
 }
 
+// Boxes with halos, as a consumer goes through them.
+template <class Traits>
+class HaloBoxes {
+ public:
+  __device__ __forceinline__ HaloBoxes(Params const& p, Barriers& barriers)
+      : p_(p), barriers_(barriers) {}
+
+  // What a tap's products read, given what they would of the first row of the first box.
+  __device__ __forceinline__ uint64_t positions(uint64_t first, int tap) {
+    if (p_.starts_box[tap]) {
+      wait_for(&barriers_.full_boxes[cursor_.stage], cursor_.parity);
+      behind_ = current_;
+      current_ = cursor_.stage;
+      cursor_.advance(kHaloStages);
+    }
+    int const rows = p_.offsets[tap];
+    return first + (uint32_t(current_ * Traits::kShape.slabs() * p_.halo_bytes) >> 4) +
+           (uint32_t(rows) * kChunkBytes >> 4);
+  }
+  // Once no products read the box before any more.
+  __device__ __forceinline__ void release_behind() {
+    if (behind_ >= 0) release(behind_);
+    behind_ = -1;
+  }
+  // Once no products of the tile are left.
+  __device__ __forceinline__ void release_current() {
+    if (current_ >= 0) release(current_);
+    current_ = -1;
+  }
+
+ private:
+  __device__ __forceinline__ void release(int stage) {
+    if (cute::elect_one_sync()) device::arrive(&barriers_.empty_boxes[stage]);
+  }
+
+  Params const& p_;
+  Barriers& barriers_;
+  device::RingCursor cursor_;
+  int current_ = -1, behind_ = -1;
+};
+
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barriers& barriers,
                                         unsigned char* shared, Consumer const& self) {
@@ -68,10 +109,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   auto const release = [&](int stage) {
     if (cute::elect_one_sync()) device::arrive(&barriers.empty[stage]);
   };
-  device::RingCursor boxes;  // where they have halos
-  auto const release_boxes = [&](int stage) {
-    if (cute::elect_one_sync()) device::arrive(&barriers.empty_boxes[stage]);
-  };
+  HaloBoxes<Traits> boxes(p, barriers);
   // Who takes turns begins with products once the one before has found all of its stages full: a
   // barrier's parity tells phases apart that follow each other, no others.
   auto const turn_of = [](int index) { return 1 + Traits::kOwnConsumers + index; };
@@ -119,22 +157,11 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     for_each_sum<Traits>(sums, [](float& sum) { sum = 0.0f; });
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     int in_flight = -1;  // the stage that products in flight read
-    int boxes_in_flight = -1, boxes_behind = -1;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       uint32_t const offset = uint32_t(cursor.stage * Traits::kShape.stage_bytes()) >> 4;
       uint64_t a = positions0 + offset;
-      if constexpr (Traits::kHalo) {
-        if (p.starts_box[block.first_tap + tap]) {
-          wait_for(&barriers.full_boxes[boxes.stage], boxes.parity);
-          boxes_behind = boxes_in_flight;
-          boxes_in_flight = boxes.stage;
-          boxes.advance(kHaloStages);
-        }
-        uint32_t const rows = p.offsets[block.first_tap + tap];
-        a = positions0 + (uint32_t(boxes_in_flight * kSlabs * p.halo_bytes) >> 4) +
-            (rows * kChunkBytes >> 4);
-      }
+      if constexpr (Traits::kHalo) a = boxes.positions(positions0, block.first_tap + tap);
       uint64_t b =
           filter0 + (Traits::kStationary ? step * Traits::kColumns * kChunkBytes >> 4 : offset);
       uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
@@ -156,10 +183,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       if (kPingPong && step + 1 == steps) pass_turn();
       cute::warpgroup_wait<1>();
       if (in_flight >= 0) release(in_flight);
-      if constexpr (Traits::kHalo) {
-        if (boxes_behind >= 0) release_boxes(boxes_behind);
-        boxes_behind = -1;
-      }
+      if constexpr (Traits::kHalo) boxes.release_behind();
       in_flight = cursor.stage;
       cursor.advance(p.stages);
     }
@@ -175,7 +199,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     cute::warpgroup_wait<0>();
     for_each_sum<Traits>(sums, [](float& sum) { cute::warpgroup_fence_operand(sum); });
     if (in_flight >= 0) release(in_flight);
-    if (Traits::kHalo && boxes_in_flight >= 0) release_boxes(boxes_in_flight);
+    if constexpr (Traits::kHalo) boxes.release_current();
     if constexpr (!kLeavesEarly) leave();
     if (!slab.present) continue;
     unsigned char* const values =

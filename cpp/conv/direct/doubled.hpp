@@ -113,12 +113,13 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
       for (int residue = 0; residue < 2; ++residue) {
         float sums[2 * kRun];
 #pragma unroll
-        for (float& sum : sums) sum = bias;
+        for (float& sum : sums) sum = 0.0f;
         // The line itself, and the one above it or below.
         add_line(sums, lines[i + 1], taps[1 + residue]);
         add_line(sums, lines[i + 2 * residue], taps[3 - 3 * residue]);
 #pragma unroll
         for (float& sum : sums) {
+          sum += bias;  // which may be far larger
           sum = sizeof(T) == 2 ? device::quick_value<A>(sum) : A::value(sum);
         }
         if (y + i >= p.height) continue;

@@ -147,11 +147,9 @@ template <class F>
 void each_width(int whole, int most, Layout layout, F&& body) {
   if (layout == Layout::kChannelsLast) {
     // Of those of as many slabs the narrowest, the widest of these first.
-    int last = 0;
-    for (int count = int(ceil_div(whole, std::min(whole, most))); count <= whole; ++count) {
-      int const width = int(ceil_div(whole, count));
-      if (width != last) body(width);
-      last = width;
+    for (int width = std::min(whole, most); width > 0; --width) {
+      width = int(ceil_div(whole, ceil_div(whole, width)));
+      body(width);
     }
     return;
   }

@@ -19,7 +19,6 @@ one phase in a block. Pixels that are not whole 16 bytes are padded in front and
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -92,6 +91,8 @@ class CostConstants:
     #: Where the filter stays: a step beside its products; what a tile's epilogue takes of others'
     #: time, over a group of warps' own, by bytes of an element.
     kept_step: float
+    #: From when a stage is given back until what is copied to it has landed.
+    latency: float
     kept_epilogue: Mapping[int, float]
     #: Where bytes bound that, over what they take elsewhere.
     kept_moved: Mapping[int, float]
@@ -129,6 +130,7 @@ COSTS = CostConstants(
     turns={(256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
     halo={2: 0.94, 4: 0.98},
     kept_step=40.0,
+    latency=900.0,
     kept_epilogue={2: 0.42, 4: 0.64},
     kept_moved={2: 0.9, 4: 1.0},
     launch=9000.0,
@@ -152,18 +154,20 @@ def tile_cycles(
     ``layout`` is the output's, ``size`` an element's."""
     steps = 0.0
     parts = row.segments // row.alike  # instructions of a step of channels
-    first_taps = [first for *_, first, _ in config.sets]
-    planes = set()  # where boxes have halos: those that sets have had
+    # Taps that boxes with halos are copied for: the first of a set in each plane.
+    firsts = {
+        first + [shift[0] for shift in config.shifts[first : first + taps]].index(plane)
+        for *_, first, taps in config.sets
+        for plane in {shift[0] for shift in config.shifts[first : first + taps]}
+    }
     for tap, mask in enumerate(config.masks):
         own = row.columns
         if row.segments > 1:
             own = row.columns // row.segments * mask.bit_count()
         lines = _C.sm90.boxes.box_positions * row.boxes + own
         if row.halo:
-            plane = bisect.bisect(first_taps, tap), config.shifts[tap][0]
             box = config.halo_bytes // _C.sm90.boxes.chunk_bytes
-            lines = own + (0 if plane in planes else box * row.boxes)
-            planes.add(plane)
+            lines = own + (box * row.boxes if tap in firsts else 0)
         copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
         full_rate = own * COLUMN_CYCLES * row.boxes / 2
         steps += max(full_rate * costs.products[parts], copied)
@@ -200,7 +204,8 @@ def stationary_cycles(
     copied = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes * costs.copied
     column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
     epilogue = row.columns * column + costs.block
-    tile = max(steps * max(products, copied), costs.kept_epilogue[size] * epilogue)
+    waited = costs.latency / max(1, config.stages - 1)
+    tile = max(steps * max(products, copied, waited), costs.kept_epilogue[size] * epilogue)
     filter = steps * row.columns * _C.sm90.boxes.chunk_bytes * costs.copied
     rounds = math.ceil(tiles / max(1, device.multiprocessors // config.blocks))
     return float(rounds * tile + filter + costs.launch)

@@ -201,6 +201,23 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
+def only(force: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """only(kernel, precision): the kernel serves what it can, next to eager in the precision, by
+    default the kernel's own; on another device than its own the test is skipped."""
+
+    def use(kernel: Any, precision: str | None = None) -> None:
+        own = getattr(kernel, "architecture", None)
+        major, minor = torch.cuda.get_device_capability()
+        if own is not None and own != 10 * major + minor:
+            pytest.skip(f"{kernel.name} runs on compute capability {own // 10}.{own % 10}")
+        force(kernel.name)
+        precision = precision or kernel.precision
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+
+    return use
+
+
+@pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """threads(count): torch's threads for the rest of the test."""
     before = torch.get_num_threads()

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from problems import geometry_of, group_norm_stage, problem
+from problems import group_norm_stage
+from test_direct_kernels import depthwise as depthwise_problem
 
 from fusedconv import _C, ForwardProblem
-from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
 from fusedconv.kernels.cuda.depthwise import Depthwise
 from fusedconv.norms import Norm
@@ -30,43 +30,16 @@ names = {"ids": lambda kernel: kernel.name}
 
 def depthwise(
     kernel: Depthwise,
-    *,
     groups: int = 128,
-    channels: int = 1,
     out: int = 1,
     spatial: tuple[int, ...] = (32, 32, 32),
-    size: int = 3,
-    stride: int = 2,
-    padding: int = 1,
-    output_padding: tuple[int, ...] | None = None,
-    dilation: int = 1,
     **changes: object,
 ) -> ForwardProblem:
-    """``channels`` and ``out`` are those of a group; each output channel is normalised."""
-    axes = len(spatial)
-    weight = torch.empty(groups * channels, out, *(size,) * axes, device="meta")
-    conv = geometry_of(
-        weight,
-        out_channels=groups * out,
-        stride=(stride,) * axes,
-        padding=(padding,) * axes,
-        output_padding=output_padding or (0,) * axes,
-        dilation=(dilation,) * axes,
-        groups=groups,
+    """Two samples each channel of which is normalised; ``out`` is that of a group."""
+    fields = dict(size=3, batch=2, norm=group_norm_stage(groups * out), activation="identity")
+    return depthwise_problem(
+        kernel, groups=groups, out=out, spatial=spatial, **{**fields, **changes}
     )
-    dtype = DTYPES[kernel.precision]
-    fields = dict(
-        dtype=dtype,
-        output_dtype=dtype,
-        precision=kernel.precision,
-        batch=2,
-        channels=groups * channels,
-        spatial=spatial,
-        conv=conv,
-        norm=group_norm_stage(groups * out),
-        activation="identity",
-    )
-    return problem(**{**fields, **changes})
 
 
 # ---- schedules -----------------------------------------------------------------------------------

@@ -47,19 +47,6 @@ rows = pytest.mark.parametrize(
 RANDOM_PROBLEMS = 80
 
 
-@pytest.fixture
-def only(force, monkeypatch) -> Callable[[Depthwise, str], None]:
-    """only(kernel, precision): serves what it can, next to eager in the same precision."""
-
-    def use(kernel: Depthwise, precision: str) -> None:
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("the rows run on compute capability 9.0")
-        force(kernel.name)
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
-
-    return use
-
-
 def of(**changes: Any) -> dict[str, Any]:
     """A small layer, each channel of which is normalised, changed; ``channels`` are all three."""
     channels = changes.pop("channels", 5)

@@ -4,7 +4,6 @@ error."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,17 +28,6 @@ RANDOM_PROBLEMS = 60
 #: With few products eager's error in float32 is a rounding or two, and what a group's statistics
 #: are off by is in all of its values.
 ONE_ROUNDING = 2.0**-24
-
-
-@pytest.fixture
-def only(force, monkeypatch) -> Callable[[Direct], None]:
-    """only(kernel): serves what it can, next to eager without TF32."""
-
-    def use(kernel: Direct) -> None:
-        force(kernel.name)
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-
-    return use
 
 
 def served(case: dict[str, Any], kernel: Direct) -> bool:

@@ -4,7 +4,6 @@ eager's error."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from test_opinfo import SampleInput, double_tensors, is_tensor, op_info
 import fusedconv
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda.taps import TapsRow, TapsSm80
+from fusedconv.kernels.cuda.taps import TapsSm80
 from fusedconv.kernels.cuda.taps_sm90 import TapsSm90
 from fusedconv.registry import registry
 
@@ -36,20 +35,6 @@ RANDOM_PROBLEMS = 40
 
 #: A product of few terms as three TF32 products has 22 bits.
 FEW_STRICT_PRODUCTS = 3e-7
-
-
-@pytest.fixture
-def only(force, monkeypatch) -> Callable[[TapsRow], None]:
-    """only(kernel): serves what it can, next to eager in the same precision."""
-
-    def use(kernel: TapsRow) -> None:
-        capability = torch.cuda.get_device_capability()
-        if kernel.provider.endswith("sm90") and capability != (9, 0):
-            pytest.skip("the row runs on compute capability 9.0")
-        force(kernel.name)
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", kernel.precision == "tf32")
-
-    return use
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)

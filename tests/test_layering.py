@@ -84,6 +84,7 @@ USE_COMPILED = {
     "selection",
     "winners",
     "kernels.cuda.batch_norm",
+    "kernels.cuda.boxes_costs",
     "kernels.cuda.boxes_gradient_costs",
     "kernels.cuda.boxes_gradient_problems",
     "kernels.cuda.boxes_gradients",

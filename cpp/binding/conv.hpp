@@ -2,8 +2,10 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "binding/binding.hpp"
+#include "conv/reading.hpp"
 #include "conv/steps.hpp"
 
 namespace fusedconv::binding {
@@ -12,6 +14,23 @@ namespace fusedconv::binding {
 template <class Config, class Schedule, class T>
 auto scheduled(T Schedule::* field) {
   return [field](Config const& config) { return config.schedule.*field; };
+}
+
+// Of a family whose kernels read the weight as it lies: rows and configs, which may have more.
+template <class Config>
+py::class_<Config> bind_reading(py::module_& m,
+                                std::vector<typename Config::Row> const& (*rows)()) {
+  using Row = typename Config::Row;
+  py::class_<Row>(m, "Row", "The compiled kernels of a type.")
+      .def_readonly("name", &Row::name)
+      .def_readonly("math", &Row::math);
+  m.def("rows", rows, py::return_value_policy::reference, "The compiled kernels.");
+  return py::class_<Config>(m, "Config",
+                            "How a row serves a problem of any batch size on a device.")
+      .def(py::init<Row const&, conv::TransposedProblem const&, conv::FilterSource const&,
+                    Device const&>(),
+           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("source"), py::arg("device"))
+      .def_property_readonly("support", scheduled<Config>(&Config::Schedule::support));
 }
 
 // What callers ask of a room beside: scales, whether it takes a scale and shift of each channel,

@@ -12,14 +12,7 @@ namespace fusedconv::binding {
 void bind_depthwise(py::module_& m) {
   using namespace conv::depthwise;
   py::module_ room = m.def_submodule("depthwise", "Depthwise ones, normalised in one launch.");
-  py::class_<Row>(room, "Row", "A compiled kernel.")
-      .def_readonly("name", &Row::name)
-      .def_readonly("math", &Row::math);
-  room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  py::class_<Config>(room, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, Problem const&, conv::FilterSource const&, Device const&>(),
-           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("source"), py::arg("device"))
-      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+  bind_reading<Config>(room, &rows)
       .def_property_readonly("parts", scheduled<Config>(&Schedule::parts),
                              "Of a channel of a sample, along depth.")
       .def("cluster", &Config::cluster, py::arg("batch"),

@@ -77,14 +77,7 @@ void bind_few_gradients(py::module_& room) {
 void bind_direct(py::module_& m) {
   using namespace conv::direct;
   py::module_ room = m.def_submodule("direct", "Transposed convolutions of few channels a group.");
-  py::class_<Row>(room, "Row", "The compiled kernels of a type.")
-      .def_readonly("name", &Row::name)
-      .def_readonly("math", &Row::math);
-  room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  py::class_<Config>(room, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, Problem const&, conv::FilterSource const&, Device const&>(),
-           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("source"), py::arg("device"))
-      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+  bind_reading<Config>(room, &rows)
       .def_property_readonly("reads", &Config::reads)
       .def_property_readonly(
           "tile", scheduled<Config>(&Schedule::tile),

@@ -14,14 +14,7 @@ void bind_few(py::module_& m) {
   using namespace conv::few;
   py::module_ room = m.def_submodule("few", "Transposed convolutions of few input channels.");
   room.attr("takes_moments") = true;
-  py::class_<Row>(room, "Row", "A compiled kernel.")
-      .def_readonly("name", &Row::name)
-      .def_readonly("math", &Row::math);
-  room.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
-  py::class_<Config>(room, "Config", "How a row serves a problem of any batch size on a device.")
-      .def(py::init<Row const&, Problem const&, conv::FilterSource const&, Device const&>(),
-           py::arg("row"), py::kw_only(), py::arg("problem"), py::arg("source"), py::arg("device"))
-      .def_property_readonly("support", scheduled<Config>(&Schedule::support))
+  bind_reading<Config>(room, &rows)
       .def_property_readonly("lines", scheduled<Config>(&Schedule::lines),
                              "Quotients of the stride along height of a block.")
       .def_property_readonly("planes", scheduled<Config>(&Schedule::planes),

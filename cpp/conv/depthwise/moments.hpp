@@ -101,9 +101,8 @@ class ChannelMoments {
     first_ = -product;
     if (activates_before()) {
       first_ = bias_;
-      float shift[1] = {bias_ + product};
-      activate<T>(p_.affine.activation_before, shift);
-      shift_ = shift[0];
+      shift_ = bias_ + product;
+      activate<T>(p_.affine.activation_before, shift_);
     }
     sum_ = squares_[0] = squares_[1] = 0.0f;
     count_ = 0;

@@ -16,7 +16,7 @@ struct Params {
   void* output;
   groupnorm::Affine affine;  // of weight and bias alone, and activations
   float eps;
-  int64_t stride_c, stride_t, stride_r, stride_s;  // of the weight
+  FilterSource source;
   int input_extent[kMaxAxes], output_extent[kMaxAxes];
   int parts, cluster, block_parts;  // block_parts: of the parts of an instance, a block's
   int part_begin[kMostParts + 1];   // planes of the input
@@ -28,7 +28,6 @@ struct Params {
     Config const& config = a.config;
     Schedule const& s = config.schedule;
     Problem const& c = config.problem;
-    FilterSource const& w = config.source;
     Params p{};
     p.input = a.input;
     p.weight = a.weight;
@@ -36,10 +35,7 @@ struct Params {
     p.output = a.output;
     p.affine = groupnorm::affine_of(a.norm, a.norm_weight, a.norm_bias, nullptr);
     p.eps = float(a.norm.eps);
-    p.stride_c = w.stride_c;
-    p.stride_t = w.stride_t;
-    p.stride_r = w.stride_r;
-    p.stride_s = w.stride_s;
+    p.source = config.source;
     for (int i = 0; i < kMaxAxes; ++i) {
       p.input_extent[i] = c.axes[i].input;
       p.output_extent[i] = c.axes[i].output;

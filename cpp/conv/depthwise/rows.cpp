@@ -11,10 +11,7 @@ std::vector<Row> const& rows() {
 
 Config::Config(Row const& row, Problem const& problem, FilterSource const& source,
                Device const& device)
-    : row(&row),
-      problem(problem),
-      source(source),
-      schedule(schedule_of(problem, row.math, device)),
+    : ReadingConfig{&row, problem, source, schedule_of(problem, row.math, device)},
       multiprocessors(device.multiprocessors) {
   matching(*this, source);
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conv/depthwise/schedule.hpp"
+#include "conv/reading.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
 
@@ -29,11 +30,7 @@ struct Arguments {
   void* output = nullptr;
 };
 
-struct Row {
-  std::string name;
-  Math math;
-  void (*launch)(Arguments const&, cudaStream_t);
-};
+using Row = ReadingRow<Arguments>;
 
 // Every row, in a fixed order.
 std::vector<Row> const& rows();
@@ -43,17 +40,11 @@ Row row_f32();
 Row row_f16();
 Row row_bf16();
 
-// How a row serves a problem of any batch size on a device.
-struct Config {
-  Row const* row;  // of rows()
-  Problem problem;
-  FilterSource source;
-  Schedule schedule;
+struct Config : ReadingConfig<Row, Schedule> {
   int multiprocessors;
 
   Config(Row const& row, Problem const& problem, FilterSource const& source, Device const& device);
 
-  MathTraits const& traits() const { return traits_of(row->math); }
   // Blocks of an instance in a batch.
   int cluster(int64_t batch) const {
     return schedule.cluster(batch * problem.groups, multiprocessors);

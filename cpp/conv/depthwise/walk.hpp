@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "conv/activate.hpp"
 #include "conv/depthwise/params.hpp"
 #include "conv/depthwise/ring.hpp"
 #include "cuda/math.hpp"
@@ -12,26 +13,13 @@ namespace fusedconv::conv::depthwise {
 // Keeps the compiler from making selections, by all, of what few threads do.
 __device__ __forceinline__ void keep_branch() { asm volatile(""); }
 
-// Replaces outputs by their activations, in quick forms where results are rounded to 16 bits.
-template <class T, int kCount>
-__device__ __forceinline__ void activate(Activation activation, float (&out)[kCount]) {
-  if (activation == Activation::kIdentity) return;
-  dispatch_activation(activation, [&](auto form) {
-    using Form = decltype(form);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      out[i] = sizeof(T) == 2 ? device::quick_value<Form>(out[i]) : Form::value(out[i]);
-    }
-  });
-}
-
 // Of a channel, by depth, height and width.
 struct Weights {
   float of[kTaps][kTaps][kTaps];
 
   template <class T>
   __device__ __forceinline__ static Weights load(Params const& p, int channel) {
-    T const* const source = static_cast<T const*>(p.weight) + channel * p.stride_c;
+    T const* const source = static_cast<T const*>(p.weight) + channel * p.source.stride_c;
     Weights result;
 #pragma unroll
     for (int z = 0; z < kTaps; ++z) {
@@ -39,8 +27,8 @@ struct Weights {
       for (int y = 0; y < kTaps; ++y) {
 #pragma unroll
         for (int x = 0; x < kTaps; ++x) {
-          result.of[z][y][x] =
-              device::to_float(source[z * p.stride_t + y * p.stride_r + x * p.stride_s]);
+          result.of[z][y][x] = device::to_float(
+              source[z * p.source.stride_t + y * p.source.stride_r + x * p.source.stride_s]);
         }
       }
     }

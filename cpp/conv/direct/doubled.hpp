@@ -2,13 +2,11 @@
 // along an axis, and what a thread reads it keeps in registers. Channels first.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "conv/direct/epilogue.hpp"
 #include "conv/direct/rows.hpp"
 #include "cuda/math.hpp"
-#include "fusedconv/activation.hpp"
 
 namespace fusedconv::conv::direct {
 
@@ -27,7 +25,7 @@ struct DoubledParams {
   FilterSource source;
   Activation activation;
   int channels, height, width;
-  int runs, units;  // along width; of a plane
+  int runs, units;  // of a thread each: along width, of a plane
   int64_t count;    // of units, in all
 
   static DoubledParams of(Arguments const& a, int run) {
@@ -106,7 +104,6 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
   DoubledLine<T> const lines[kDoubledRows + 2] = {line_at(y - 1), line_at(y),     line_at(y + 1),
                                                   line_at(y + 2), line_at(y + 3), line_at(y + 4)};
   dispatch_activation(p.activation, [&](auto form) {
-    using A = decltype(form);
 #pragma unroll
     for (int i = 0; i < kDoubledRows; ++i) {
 #pragma unroll
@@ -119,8 +116,7 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
         add_line(sums, lines[i + 2 * residue], taps[3 - 3 * residue]);
 #pragma unroll
         for (float& sum : sums) {
-          sum += bias;  // which may be far larger
-          sum = sizeof(T) == 2 ? device::quick_value<A>(sum) : A::value(sum);
+          sum = activated<T, decltype(form)>(sum + bias);  // which may be far larger
         }
         if (y + i >= p.height) continue;
         T* const target = output + (int64_t(2 * (y + i) + residue) * p.width + x) * 2;

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <type_traits>
 
+#include "conv/activate.hpp"
 #include "conv/direct/params.hpp"
 #include "cuda/math.hpp"
 #include "cuda/pair.hpp"
-#include "fusedconv/activation.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::direct {
@@ -35,22 +35,6 @@ __device__ __forceinline__ void add(float (&values)[kRows][kCount],
 #pragma unroll
     for (int v = 0; v < kCount; ++v) values[i][v] += others[i][v];
   }
-}
-
-// Quick forms where the result is rounded to 16 bits.
-template <class T, int kRows, int kCount>
-__device__ __forceinline__ void activate(Activation activation, float (&values)[kRows][kCount]) {
-  if (activation == Activation::kIdentity) return;
-  dispatch_activation(activation, [&](auto a) {
-    using A = decltype(a);
-#pragma unroll
-    for (auto& row : values) {
-#pragma unroll
-      for (float& value : row) {
-        value = sizeof(T) == 2 ? device::quick_value<A>(value) : A::value(value);
-      }
-    }
-  });
 }
 
 template <class T, int kRows, int kCount>

@@ -12,10 +12,7 @@ std::vector<Row> const& rows() {
 
 Config::Config(Row const& row, Problem const& problem, FilterSource const& source,
                Device const& device)
-    : row(&row),
-      problem(problem),
-      source(source),
-      schedule(schedule_of(problem, row.math, device)) {
+    : ReadingConfig{&row, problem, source, schedule_of(problem, row.math, device)} {
   matching(*this, source);
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conv/direct/schedule.hpp"
+#include "conv/reading.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -30,11 +31,7 @@ struct Arguments {
   groupnorm::Partial* partials = nullptr;  // [N, slots, K]; or null
 };
 
-struct Row {
-  std::string name;
-  Math math;
-  void (*launch)(Arguments const&, cudaStream_t);
-};
+using Row = ReadingRow<Arguments>;
 
 // Every row, in a fixed order.
 std::vector<Row> const& rows();
@@ -44,18 +41,11 @@ Row row_f32();
 Row row_f16();
 Row row_bf16();
 
-// How a row serves a problem of any batch size on a device.
-struct Config {
-  Row const* row;  // of rows()
-  Problem problem;
-  FilterSource source;
-  Schedule schedule;
-
+struct Config : ReadingConfig<Row, Schedule> {
   Config(Row const& row, Problem const& problem, FilterSource const& source, Device const& device);
 
   // How threads are laid out, for a person.
   std::string reads() const;
-  MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const { return schedule.sample_tiles(); }
 };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conv/few/schedule.hpp"
+#include "conv/reading.hpp"
 #include "fusedconv/activation.hpp"
 #include "fusedconv/device.hpp"
 #include "fusedconv/groupnorm.hpp"
@@ -36,11 +37,7 @@ struct Arguments {
   void const* norm_bias = nullptr;
 };
 
-struct Row {
-  std::string name;
-  Math math;
-  void (*launch)(Arguments const&, cudaStream_t);
-};
+using Row = ReadingRow<Arguments>;
 
 // Every row, in a fixed order.
 std::vector<Row> const& rows();
@@ -50,17 +47,10 @@ Row row_tf32();
 Row row_f16();
 Row row_bf16();
 
-// How a row serves a problem of any batch size on a device.
-struct Config {
-  Row const* row;  // of rows()
-  Problem problem;
-  FilterSource source;
-  Schedule schedule;
-
+struct Config : ReadingConfig<Row, Schedule> {
   Config(Row const& row, Problem const& problem, FilterSource const& source, Device const& device);
 
   std::string reads() const { return "nchw"; }
-  MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
   int64_t partial_slots() const { return schedule.sample_tiles(); }
 };

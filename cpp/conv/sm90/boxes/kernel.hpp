@@ -1,4 +1,4 @@
-// The convolution: consumer warpgroups multiply what one thread has copied, tile after tile.
+// The convolution: consumer warpgroups multiply what a thread or two have copied, tile after tile.
 #pragma once
 
 #include <cstdint>
@@ -120,18 +120,17 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   if (kPingPong && next == 0) pass_turn();
   Items<Traits> item(p);
   // A consumer goes to its own tiles at once where all have as many steps.
-  int tiles = 1, others_steps = 0;
+  int others_steps = 0;
   if constexpr (Traits::kStationary) {
     wait_for(&barriers.kept, 0);
-    Block const block(p, item.block);
-    tiles = Traits::kOwnConsumers;
-    others_steps = block.taps * p.chunks * (tiles - 1);
+    int const steps = Block(p, item.block).taps * p.chunks;
+    others_steps = steps * (Traits::kOwnConsumers - 1);
     item.advance(self.index);
-    cursor.jump(block.taps * p.chunks * self.index, p.stages);
+    cursor.jump(steps * self.index, p.stages);
   }
   auto const advance = [&] {
     if constexpr (Traits::kStationary) {
-      item.advance(tiles);
+      item.advance(Traits::kOwnConsumers);
       cursor.jump(others_steps, p.stages);
     } else {
       item.advance();

@@ -141,6 +141,37 @@ Slabs halo_slabs(Schedule const& s, int64_t batch) {
   return best;
 }
 
+// How far boxes with halos reach along height and width, for all taps of a plane, and what room
+// they take.
+Support add_halos(Schedule& s) {
+  for (PhaseSet& set : s.sets) {
+    for (int axis = 1; set.taps > 0 && axis < kMaxAxes; ++axis) {
+      int low = s.taps[set.first_tap][axis], high = low;
+      for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
+        low = std::min<int>(low, s.taps[tap][axis]);
+        high = std::max<int>(high, s.taps[tap][axis]);
+      }
+      set.lowest[axis] = int16_t(low);
+      s.reach[axis] = std::max(s.reach[axis], high - low);
+    }
+  }
+  constexpr int kMostReach = kMostBoxExtent - kSlab;
+  if (int const reach = std::max(s.reach[1], s.reach[2]); reach > kMostReach) {
+    return Support::no(detail::join("its taps reach ", reach, " positions further along an axis, ",
+                                    kMostReach, " are served with one box"));
+  }
+  // One of a sample and one of several are the largest of any batch's.
+  for (int const batch : {1, kSlab / kHaloLine}) {
+    int const rows = halo_slabs(s, batch).copied();
+    s.halo_bytes = std::max(s.halo_bytes, int(round_up(rows * kChunkBytes, kSwizzleBytes)));
+  }
+  return Support::yes();
+}
+
+// Of the ring. Boxes alone are short steps, of which more are under way while others are waited
+// for.
+int fewest_stages(Shape const& shape) { return shape.stationary ? 4 : shape.halo ? 3 : 2; }
+
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.
 template <class F>
@@ -325,25 +356,7 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     }
   }
   if (shape.halo) {
-    for (PhaseSet& set : s.sets) {
-      for (int axis = 1; set.taps > 0 && axis < kMaxAxes; ++axis) {
-        int low = s.taps[set.first_tap][axis], high = low;
-        for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
-          low = std::min<int>(low, s.taps[tap][axis]);
-          high = std::max<int>(high, s.taps[tap][axis]);
-        }
-        set.lowest[axis] = int16_t(low);
-        s.reach[axis] = std::max(s.reach[axis], high - low);
-      }
-    }
-    // The largest of any batch's slabs.
-    for (int const batch : {1, kSlab / kHaloLine}) {
-      for (int const reach : s.reach) {
-        if (reach > kMostBoxExtent - kSlab) return refused("its taps reach too far for one box");
-      }
-      int const rows = halo_slabs(s, batch).copied();
-      s.halo_bytes = std::max(s.halo_bytes, int(round_up(rows * kChunkBytes, kSwizzleBytes)));
-    }
+    if (Support const support = add_halos(s); !support) return refused(support.reason);
   }
   s.store_columns = kChunkBytes / element;
   if (last) {
@@ -369,7 +382,11 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end > most_bytes)
     --s.stages;
   s.stages -= s.stages % shape.producers();
-  if (s.stages < 2) return refused("its tiles do not fit the shared memory of a multiprocessor");
+  if (int const fewest = fewest_stages(shape); s.stages < fewest) {
+    return refused(
+        detail::join("its tiles do not fit the shared memory of a multiprocessor: ", s.stages,
+                     " stages of the ring do, at least ", fewest, " are needed"));
+  }
   s.shared_bytes = Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end;
   for (PhaseSet const& set : s.sets) {
     s.filter_bytes += int64_t(set.rows) * s.channel_blocks * s.chunks * kChunkBytes;

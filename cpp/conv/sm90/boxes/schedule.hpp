@@ -88,6 +88,7 @@ struct Shape {
   }
   // Warps that copy, of which each fills every second stage or so.
   constexpr int producers() const { return stationary ? 2 : 1; }
+  // Of a consumer.
   constexpr int staged_portions() const { return staged > 0 ? staged : residents == 1 ? 2 : 1; }
 };
 
@@ -111,7 +112,7 @@ struct PhaseSet {
 struct Slabs {
   std::array<int, kMaxAxes + 1> box{1, 1, 1, 1};
   std::array<int, kMaxAxes + 1> count{1, 1, 1, 1};
-  std::array<int, kMaxAxes> reach{};  // positions beside those that are copied with them
+  std::array<int, kMaxAxes> reach{};  // positions beside those that are copied along an axis
 
   int64_t all() const { return int64_t(count[0]) * count[1] * count[2] * count[3]; }
   int positions() const { return box[0] * box[1] * box[2] * box[3]; }
@@ -152,7 +153,7 @@ struct Schedule {
   int stages = 0;
   int shared_bytes = 0;
   int kept_bytes = 0;                 // of the filter, in shared memory
-  std::array<int, kMaxAxes> reach{};  // of Slabs, where the row's boxes have halos
+  std::array<int, kMaxAxes> reach{};  // of Slabs, along height and width, where boxes have halos
   int halo_bytes = 0;                 // of such a box's stage
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase

@@ -181,6 +181,7 @@ __device__ __forceinline__ void store_portions(Params const& p, Maps const& maps
     auto const own = [&](int portion) {
       return staged + portion % kStaged * kPortions * Memory::kPortionBytes;
     };
+    static_assert(kTogether <= 2, "two portions are staged below");
     // The copies of the portions that lay here have read them.
     if (self.thread == 0) device::wait_stores_read<kStaged / kTogether - 1>();
     self.sync();

@@ -9,8 +9,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda import boxes_sm90
-from fusedconv.kernels.cuda.boxes_sm90 import launch_cycles
+from fusedconv.kernels.cuda import boxes_costs
+from fusedconv.kernels.cuda.boxes_costs import Work, launch_cycles
 from fusedconv.kernels.cuda.transposing import padded_elements
 from fusedconv.problem import ForwardProblem
 
@@ -71,9 +71,9 @@ def input_cycles(
     config: Any, row: Any, forward: ForwardProblem, device: Device, costs: CostConstants
 ) -> float:
     """Of the input's gradient by a row of ``_C.sm90.boxes.rows()``."""
-    tiles, size = config.launch_tiles(forward.batch), forward.dtype.itemsize
-    cycles = launch_cycles(row, config, "nhwc", size, tiles, device, boxes_sm90.COSTS)
-    cycles *= costs.gathers
+    work = Work(row, config, "nhwc", forward.dtype.itemsize)
+    tiles = config.launch_tiles(forward.batch)
+    cycles = costs.gathers * launch_cycles(work, tiles, device, boxes_costs.COSTS)
     return cycles * costs.shared if row.residents > 1 and row.columns > 64 else cycles
 
 

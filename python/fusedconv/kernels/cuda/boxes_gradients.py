@@ -23,7 +23,7 @@ from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_extents
-from fusedconv.kernels.cuda import boxes_sm90
+from fusedconv.kernels.cuda import boxes_costs
 from fusedconv.kernels.cuda.boxes_gradient_costs import (
     COSTS,
     CostConstants,
@@ -211,7 +211,7 @@ class BoxesGradients(BackwardKernel):
             total += max(cycles * 1e3 / device.clock_hertz, bytes_bound)
             launches += 1
             if not reads_weight(config, forward):
-                total += config.filter_bytes / size * boxes_sm90.COSTS.pack * 1e3
+                total += config.filter_bytes / size * boxes_costs.COSTS.pack * 1e3
                 launches += 1
             if rewrites_back(forward):
                 rewritten += forward.input_elements + padded_input

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
+from fusedconv.kernels.cuda.boxes_costs import COSTS, CostConstants, Work, launch_cycles
 from fusedconv.kernels.cuda.convolution import (
     UNGROUPED,
     goes_through_scratch,
@@ -51,186 +50,6 @@ from fusedconv.norms import KINDS
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem, act_norm_act
 from fusedconv.support import Support
-
-#: Cycles that a column takes of a step at full rate.
-COLUMN_CYCLES = 4.0
-
-
-@dataclass(frozen=True)
-class CostConstants:
-    """What ``BoxesSm90.estimate`` multiplies, in cycles of a multiprocessor."""
-
-    #: A step's products, over their cycles at full rate, by a row's segments that differ in taps.
-    products: Mapping[int, float]
-    #: A byte that a step copies.
-    copied: float
-    #: A step beside the longer of these.
-    step: float
-    #: A column of a block in the epilogue, by layout and bytes of an element.
-    column: Mapping[tuple[str, int], float]
-    #: A block of columns beside these.
-    block: float
-    #: A column's moments, by bytes of an element, its GroupNorm by statistics, and a norm over
-    #: channels; one that is not stored, over one that is.
-    moments: Mapping[int, float]
-    pixels: float
-    normalised: float
-    unstored: float
-    #: Where blocks share a multiprocessor: a row's products and epilogue, over those of one that
-    #: has it to itself, by segments and by layout and bytes of an element; what the shorter of the
-    #: two adds to the longer, over itself, by bytes of an element.
-    shared_products: Mapping[int, float]
-    shared_epilogue: Mapping[tuple[str, int], float]
-    shorter: Mapping[int, float]
-    #: Where groups of warps take turns: all of a tile over the longer of its products and half of
-    #: what one group does, by columns and bytes of an element.
-    turns: Mapping[tuple[int, int], float]
-    #: Where a box has what all taps read: all of a tile, over what the rest says, by bytes of an
-    #: element.
-    halo: Mapping[int, float]
-    #: Where the filter stays: a step beside its products; what a tile's epilogue takes of others'
-    #: time, over a group of warps' own, by bytes of an element.
-    kept_step: float
-    #: From when a stage is given back until what is copied to it has landed.
-    latency: float
-    kept_epilogue: Mapping[int, float]
-    #: Where bytes bound that, over what they take elsewhere.
-    kept_moved: Mapping[int, float]
-    #: A launch beside these.
-    launch: float
-    #: All of it where bytes bound it, over their time at copy rate, and what of the shorter of the
-    #: two adds to the longer.
-    moved: float
-    hidden: float
-    #: Passes that transpose a tensor from one layout to the other, over their time at copy rate.
-    transposed: float
-    #: Seconds of an element of the packed filter.
-    pack: float
-
-
-#: Fitted to the times of layers of real models in both layouts, tf32 and bf16, on an H200, of 18
-#: and those of rows that share a multiprocessor of 22: the cheapest row by these takes 0.6 % longer
-#: than the best. What moments and GroupNorm add is of seven layers on an H100. Turns, norms over
-#: channels and what is hidden are of ten layers on another H200; turns, halos and filters that stay
-#: of 15 layers, channels last but two, on a third, where the cheapest row takes 0.6 % longer than
-#: the best.
-COSTS = CostConstants(
-    products={1: 0.90, 2: 1.14, 4: 1.25},
-    copied=0.0131,
-    step=200.0,
-    column={("nhwc", 2): 18.8, ("nhwc", 4): 25.3, ("nchw", 2): 25.2, ("nchw", 4): 39.0},
-    block=1030.0,
-    moments={2: 18.0, 4: 10.0},
-    pixels=20.0,
-    normalised=9.0,
-    unstored=0.1,
-    shared_products={1: 0.92, 2: 0.99, 4: 1.24},
-    shared_epilogue={("nhwc", 2): 0.72, ("nhwc", 4): 1.02, ("nchw", 2): 0.66, ("nchw", 4): 0.84},
-    shorter={2: 1.0, 4: 0.83},
-    turns={(256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
-    halo={2: 0.94, 4: 0.98},
-    kept_step=40.0,
-    latency=900.0,
-    kept_epilogue={2: 0.42, 4: 0.64},
-    kept_moved={2: 0.9, 4: 1.0},
-    launch=9000.0,
-    moved=1.42,
-    hidden=0.02,
-    transposed=1.5,
-    pack=3e-12,
-)
-
-
-def tile_cycles(
-    row: Any,
-    config: Any,
-    layout: str,
-    size: int,
-    costs: CostConstants,
-    stored: int = 1,
-    beside: float = 0.0,
-) -> float:
-    """Of a tile and all columns, each ``stored`` so many times and with cycles ``beside``;
-    ``layout`` is the output's, ``size`` an element's."""
-    steps = 0.0
-    parts = row.segments // row.alike  # instructions of a step of channels
-    # Taps that boxes with halos are copied for: the first of a set in each plane.
-    firsts = {
-        first + [shift[0] for shift in config.shifts[first : first + taps]].index(plane)
-        for *_, first, taps in config.sets
-        for plane in {shift[0] for shift in config.shifts[first : first + taps]}
-    }
-    for tap, mask in enumerate(config.masks):
-        own = row.columns
-        if row.segments > 1:
-            own = row.columns // row.segments * mask.bit_count()
-        lines = _C.sm90.boxes.box_positions * row.boxes + own
-        if row.halo:
-            box = config.halo_bytes // _C.sm90.boxes.chunk_bytes
-            lines = own + (box * row.boxes if tap in firsts else 0)
-        copied = lines * _C.sm90.boxes.chunk_bytes * costs.copied
-        full_rate = own * COLUMN_CYCLES * row.boxes / 2
-        steps += max(full_rate * costs.products[parts], copied)
-        steps += costs.step
-    column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
-    products: float = steps * config.channel_blocks * config.chunks
-    epilogue: float = config.blocks * (row.columns * column + costs.block)
-    if row.boxes == 1:
-        return max(products, (products + epilogue) / 2) * costs.turns[row.columns, size]
-    if row.residents == 1:
-        return products + epilogue
-    products *= costs.shared_products[parts]
-    epilogue *= costs.shared_epilogue[layout, size]
-    total = max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
-    return total * costs.halo[size] if row.halo else total
-
-
-def stationary_cycles(
-    row: Any,
-    config: Any,
-    layout: str,
-    size: int,
-    tiles: int,
-    device: Device,
-    costs: CostConstants,
-    stored: int,
-    beside: float,
-) -> float:
-    """Of a launch of a row whose filter stays: each multiprocessor has a block of columns, and of
-    its tiles takes the longest of products, copies and a share of what groups of warps do."""
-    taps = max(taps for *_, taps in config.sets)
-    steps = taps * config.chunks
-    products = row.columns * COLUMN_CYCLES / 2 * costs.products[1] + costs.kept_step
-    copied = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes * costs.copied
-    column = costs.column[layout, size] * (stored if stored else costs.unstored) + beside
-    epilogue = row.columns * column + costs.block
-    waited = costs.latency / max(1, config.stages - 1)
-    tile = max(steps * max(products, copied, waited), costs.kept_epilogue[size] * epilogue)
-    filter = steps * row.columns * _C.sm90.boxes.chunk_bytes * costs.copied
-    rounds = math.ceil(tiles / max(1, device.multiprocessors // config.blocks))
-    return float(rounds * tile + filter + costs.launch)
-
-
-def launch_cycles(
-    row: Any,
-    config: Any,
-    layout: str,
-    size: int,
-    tiles: int,
-    device: Device,
-    costs: CostConstants,
-    stored: int = 1,
-    beside: float = 0.0,
-) -> float:
-    """Of a launch of so many tiles; the rest as of ``tile_cycles``."""
-    if row.stationary:
-        return stationary_cycles(row, config, layout, size, tiles, device, costs, stored, beside)
-    tile = tile_cycles(row, config, layout, size, costs, stored, beside)
-    multiprocessors = max(1, device.multiprocessors)
-    whole, left = divmod(tiles, multiprocessors)
-    # Tiles that are left over are divided by blocks of columns.
-    rounds = whole + math.ceil(left * config.blocks / multiprocessors) / config.blocks
-    return float(rounds * tile + costs.launch)
 
 
 class BoxesSm90(TapsRow):
@@ -507,14 +326,13 @@ class BoxesSm90(TapsRow):
         config = self.config(problem, device)
         size, layout = problem.dtype.itemsize, self._conv_layout(problem)
         own = beside + (costs.pixels if self._normalises(problem, device) else 0.0)
+        work = Work(self.row, config, layout, size, stored, own)
         boxes = config.partial_slots // len(config.sets)  # of a sample
         cycles = 0.0
         for samples, launches in launched_chunks(problem.batch, self.chunk(problem, config)):
             by_sample = math.ceil(samples * boxes / self.row.boxes)
             tiles = by_sample if beside else config.launch_tiles(samples)
-            cycles += launches * launch_cycles(
-                self.row, config, layout, size, tiles, device, costs, stored, own
-            )
+            cycles += launches * launch_cycles(work, tiles, device, costs)
         read, written = self._elements(problem)
         bytes_bound = device.copy_milliseconds((read + stored * written) * size) * costs.moved
         if self.row.stationary:

@@ -64,6 +64,35 @@ def supports_transposed(
     return Support.yes()
 
 
+def supports_multiply_adds(
+    row: ConvolutionRow,
+    problem: ForwardProblem,
+    device: Device,
+    architecture: int | None = None,
+) -> Support:
+    """What rows ask for that compute in float32 and whose config is of the problem alone;
+    ``architecture`` as ``supports_forward`` takes it."""
+    conv = problem.conv
+    if conv is None:
+        return Support.no("computes convolutions; the problem has none")
+    for support in (
+        supports_forward(problem, device, row.ungrouped, architecture),
+        _supports_float32(problem, row.precision),
+        supports_extents(conv, problem.spatial),
+    ):
+        if not support:
+            return support
+    return Support.of(row.config(problem, device).support)
+
+
+def _supports_float32(problem: ForwardProblem, precision: Precision) -> Support:
+    # Products in float32 are what strict fp32 asks for, and more than TF32 does.
+    served = ("fp32", "tf32") if precision == "fp32" else (precision,)
+    if problem.precision not in served:
+        return Support.no(f"computes in {precision}, {problem.precision} is asked for")
+    return Support.yes()
+
+
 def filter_source(conv: ConvTransposeGeometry) -> Any:
     """A convolution's weight as kernels read it."""
     return _C.FilterSource(

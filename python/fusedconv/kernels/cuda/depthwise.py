@@ -15,15 +15,18 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import group_norm_problem, supports_extents
-from fusedconv.kernels.cuda.convolution import ConvolutionRow, reading_config
+from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.convolution import (
+    ConvolutionRow,
+    reading_config,
+    supports_multiply_adds,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
     NotBuiltForward,
     ProgramPlan,
     equal_chunk,
-    supports_forward,
 )
 from fusedconv.plan import Kernel
 from fusedconv.precision import dtype_name
@@ -60,6 +63,7 @@ class Depthwise(ConvolutionRow):
     """A row of ``_C.depthwise.rows()``."""
 
     provider = "depthwise"
+    architecture = 90
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         return reading_config(self.room, self.index, problem, device)
@@ -67,16 +71,9 @@ class Depthwise(ConvolutionRow):
     # ---- what it serves ----
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        conv = problem.conv
-        if conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        common = supports_forward(problem, device, self.ungrouped, 90)
+        common = supports_multiply_adds(self, problem, device, self.architecture)
         if not common:
             return common
-        # Products in float32 are what strict fp32 asks for, and more than TF32 does.
-        served = ("fp32", "tf32") if self.precision == "fp32" else (self.precision,)
-        if problem.precision not in served:
-            return Support.no(f"computes in {self.precision}, {problem.precision} is asked for")
         if problem.output_dtype != problem.dtype:
             return Support.no(f"output dtype is {dtype_name(problem.output_dtype)}")
         if problem.save:
@@ -86,12 +83,6 @@ class Depthwise(ConvolutionRow):
                 f"{problem.norm_groups} groups of {problem.output_channels} channels are "
                 "normalised; groups of one channel are served"
             )
-        extents = supports_extents(conv, problem.spatial)
-        if not extents:
-            return extents
-        support = Support.of(self.config(problem, device).support)
-        if not support:
-            return support
         blocks = problem.channels * _C.depthwise.most_parts
         if blocks > MOST_BLOCKS:
             return Support.no(f"a sample makes {blocks} blocks, at most {MOST_BLOCKS} are served")

@@ -15,13 +15,16 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import supports_extents
-from fusedconv.kernels.cuda.convolution import InPlaceRow, reading_config, supports_partials
+from fusedconv.kernels.cuda.convolution import (
+    InPlaceRow,
+    reading_config,
+    supports_multiply_adds,
+    supports_partials,
+)
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
     NotBuiltForward,
-    supports_forward,
 )
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem
@@ -74,32 +77,14 @@ class Direct(InPlaceRow):
     # ---- what it serves ----
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        conv = problem.conv
-        if conv is None:
-            return Support.no("computes convolutions; the problem has none")
-        common = supports_forward(problem, device, self.ungrouped)
-        if not common:
-            return common
-        # Products in float32 are what strict fp32 asks for, and more than TF32 does.
-        if problem.precision not in (
-            (self.precision, "tf32") if self.is_fp32 else (self.precision,)
-        ):
-            return Support.no(f"computes in {self.precision}, {problem.precision} is asked for")
-        extents = supports_extents(conv, problem.spatial)
-        if not extents:
-            return extents
-        config = self.config(problem, device)
-        support = Support.of(config.support)
+        support = supports_multiply_adds(self, problem, device)
         if not support:
             return support
+        config = self.config(problem, device)
         tiles = _sample_tiles(problem, config)
         if tiles > MOST_TILES:
             return Support.no(f"a sample makes {tiles} tiles, at most {MOST_TILES} are served")
         return supports_partials(problem, config)
-
-    @property
-    def is_fp32(self) -> bool:
-        return self.precision == "fp32"
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return MOST_TILES // _sample_tiles(problem, config)

@@ -168,9 +168,11 @@ Support add_halos(Schedule& s) {
   return Support::yes();
 }
 
-// Of the ring. Boxes alone are short steps, of which more are under way while others are waited
-// for.
-int fewest_stages(Shape const& shape) { return shape.stationary ? 4 : shape.halo ? 3 : 2; }
+// Of the ring. Boxes alone are short steps: with six or four of them under way, copies are waited
+// for, and rows whose filter is copied are quicker.
+int fewest_stages(Shape const& shape) {
+  return shape.stationary ? kMostStages : shape.halo ? 3 : 2;
+}
 
 // Of a slab's lines, `most` positions at most. Channels first they are powers of two, as the
 // copies' swizzles and the instruction's operand are.

@@ -45,10 +45,10 @@ def fused_against_fp64(
     floor: float = 0.0,
 ) -> bool:
     """Computes a random problem by what FUSEDCONV_KERNEL names and holds it against float64; False
-    where that serves it not. Beside sizes a case may name its ``layout``, ``stride``,
-    ``output_padding`` and ``conv_groups``, how the input is drawn (``draw``), an ``offset`` of the
-    bias, the ``order`` of activation and normalisation, and whether gradients are asked for
-    (``saves``). ``floor`` adds to the bound."""
+    where that serves it not. Beside sizes a case may name its ``layout`` and that of its weight
+    (``weight_layout``), ``stride``, ``output_padding`` and ``conv_groups``, how the input is drawn
+    (``draw``), an ``offset`` of the bias, the ``order`` of activation and normalisation, and
+    whether gradients are asked for (``saves``). ``floor`` adds to the bound."""
     draw, groups = case.get("draw", torch.randn), case["groups"]
     x = draw(case["batch"], case["channels"], *case["spatial"], device=device).to(dtype)
     x = LAYOUTS[case.get("layout", "nchw")](x)
@@ -56,6 +56,7 @@ def fused_against_fp64(
     shape = (case["channels"], case["out"] // conv_groups, *case["kernel"])
     products = case["channels"] // conv_groups * math.prod(case["kernel"]) / math.prod(stride)
     weight = (torch.randn(shape, device=device) / products**0.5).to(dtype)
+    weight = LAYOUTS[case.get("weight_layout", "nchw")](weight)
     bias = scale = shift = None
     if case["bias"]:
         bias = (case.get("offset", 0.0) + torch.randn(case["out"], device=device)).to(dtype)

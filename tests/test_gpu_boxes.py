@@ -88,6 +88,7 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
         "padding": padding,
         "dilation": dilation,
         "layout": layout,
+        "weight_layout": generator.choice(("nchw", "nhwc")) if axes > 1 else "nchw",
         "bias": generator.random() < 0.7,
         "activation": generator.choice(list(ACTIVATIONS)),
         "order": generator.choice(ORDERS),
@@ -399,20 +400,21 @@ def test_an_epilogue_stores_what_is_saved_beside_the_result(kernel, norm, layout
 
 
 def weights_of(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The same values as they may lie: dense in either layout, at an address that no 16 bytes
-    divide, and with gaps."""
+    """The same values as they may lie: dense in either layout, at addresses that 16 bytes divide
+    and at others, and with gaps."""
     last = weight.contiguous(memory_format=torch.channels_last)
-    shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=weight.device)[1:]
+    shifted = torch.empty(2, weight.numel() + 1, dtype=weight.dtype, device=weight.device)[:, 1:]
     gaps = torch.empty(*weight.shape[:3], 2 * weight.shape[3], dtype=weight.dtype, device="cuda")
     return [
         weight,
         last,
-        shifted.view_as(weight).copy_(weight),
+        shifted[0].view_as(weight).copy_(weight),
+        shifted[1].as_strided(last.shape, last.stride()).copy_(weight),
         gaps[..., ::2].copy_(weight),
     ]
 
 
-@pytest.mark.parametrize("kernel_size", [2, 3, 4])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("channels", "out"), [(64, 64), (72, 40), (20, 17), (100, 12), (8, 136)])
 @pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_a_weight_is_packed_however_it_lies(precision, channels, out, kernel_size, force):

@@ -43,8 +43,8 @@ void bind_convolve(py::module_& m) {
   py::class_<Convolve, Step, std::shared_ptr<Convolve>>(
       m, "Convolve",
       "Convolution, bias, scale and shift, activation, and partial moments of activated values.")
-      .def(py::init<Config const&, Activation, bool, Operand, Operand, Operand, Operand, Operand,
-                    Operand, Operand, Operand, int>(),
+      .def(py::init<Config const&, Activation, bool, Operand, conv::FilterOperand const&, Operand,
+                    Operand, Operand, Operand, Operand, Operand, int>(),
            py::arg("config"), py::kw_only(), py::arg("activation"), py::arg("activates_output"),
            py::arg("input"), py::arg("filter"), py::arg("bias"), py::arg("output"),
            py::arg("partials"), py::arg("scale") = Operand(), py::arg("shift") = Operand(),

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "binding/binding.hpp"
+#include "conv/filter_operand.hpp"
 #include "fusedconv/check.hpp"
 #include "program/query_device.hpp"
 #include "program/sequence.hpp"
@@ -52,6 +53,14 @@ void bind_program(py::module_& m) {
   py::class_<Operand>(m, "Operand", "Where a step finds a tensor; made by a Program, else absent.")
       .def(py::init<>())
       .def_property_readonly("present", &Operand::present);
+  using conv::FilterOperand;
+  py::class_<FilterOperand>(m, "FilterOperand",
+                            "A packed filter or, in its place, a weight that a config reads_weight.")
+      .def(py::init<Operand>(), py::arg("packed"))
+      .def(py::init<Operand, Operand, conv::FilterSource const&>(), py::arg("packed"),
+           py::kw_only(), py::arg("weight"), py::arg("source"),
+           "packed: for a weight that begins at no multiple of 16 bytes.");
+  py::implicitly_convertible<Operand, FilterOperand>();
   py::class_<Step, std::shared_ptr<Step>>(m, "Step", "One pass over memory.")
       .def("describe", &Step::describe, "What the step does, in one line.");
   py::class_<Program, std::shared_ptr<Program>>(m, "Program",

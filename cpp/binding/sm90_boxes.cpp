@@ -155,6 +155,10 @@ void bind_sm90_boxes(py::module_& room) {
       .def_property_readonly("kept_bytes", scheduled<Config>(&Schedule::kept_bytes),
                              "Of a filter that stays there.")
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes), "Packed.")
+      .def_property_readonly("line", scheduled<Config>(&Schedule::line),
+                             "Columns of a filter's line; 0 where the filter is rows of channels.")
+      .def_property_readonly("filter_taps", scheduled<Config>(&Schedule::filter_taps),
+                             "The filter's, of each tap's phases in turn, where it scatters.")
       .def("reads_weight", &Config::reads_weight, py::arg("weight"),
            "Whether a weight is read as it lies, of an address that is a multiple of 16 bytes.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"),
@@ -175,18 +179,12 @@ void bind_sm90_boxes(py::module_& room) {
   m.attr("chunk_bytes") = kChunkBytes;
   bind_pack_filter<Config>(m);
   bind_convolve_steps<Config>(m);
-  py::class_<ConvolveByWeight, Step, std::shared_ptr<ConvolveByWeight>>(
-      m, "ConvolveByWeight",
-      "A convolution that gathers, by a weight that the config reads_weight.")
-      .def(py::init<Config const&, conv::FilterSource const&, Operand, Operand, Operand>(),
-           py::arg("config"), py::kw_only(), py::arg("source"), py::arg("input"), py::arg("weight"),
-           py::arg("output"));
   py::class_<ConvolveNormalizing, Step, std::shared_ptr<ConvolveNormalizing>>(
       m, "ConvolveNormalizing",
       "Convolution, bias, LayerNorm over the channels of a pixel or GroupNorm by statistics, and "
       "activation.")
-      .def(py::init<Config const&, GroupNormProblem const&, Operand, Operand, Operand, Operand,
-                    Operand, Operand, Operand>(),
+      .def(py::init<Config const&, GroupNormProblem const&, Operand, conv::FilterOperand const&,
+                    Operand, Operand, Operand, Operand, Operand>(),
            py::arg("config"), py::kw_only(), py::arg("norm"), py::arg("input"), py::arg("filter"),
            py::arg("bias"), py::arg("statistics") = Operand{}, py::arg("weight"),
            py::arg("norm_bias"), py::arg("output"));

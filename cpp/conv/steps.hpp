@@ -3,7 +3,8 @@
 // of its problem, where it is not this one, weight_of() and output_channels_of(). Where its kernels
 // take moments, it has partial_slots() of a sample, for as many partial moments of each output
 // channel. Where it declares kPadsChannels, pack_filter() fills what the weight lacks of the
-// config's channels with zeros.
+// config's channels with zeros. Where it declares kReadsWeight, its reads_weight() says of a source
+// whether the filter may be that weight as it lies, which its Arguments have a place for.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "conv/filter_operand.hpp"
 #include "conv/math_table.hpp"
 #include "conv/problem.hpp"
 #include "fusedconv/activation.hpp"
@@ -114,7 +116,12 @@ inline GroupNormProblem with_batch(GroupNormProblem problem, int64_t batch) {
   return problem;
 }
 
-// weight to filter, config.schedule.filter_bytes of them.
+// Whether a config's kernels read some weights as they lie.
+template <class Config>
+inline constexpr bool kReadsWeight = requires { requires Config::kReadsWeight; };
+
+// weight to filter, config.schedule.filter_bytes of them; nothing where the convolution reads the
+// weight as it lies.
 template <class Config>
 class PackFilter final : public Step {
  public:
@@ -125,6 +132,7 @@ class PackFilter final : public Step {
         filter_(filter) {}
 
   std::string describe() const override {
+    if (reads_weight()) return "pack filter, if the weight begins at no multiple of 16 bytes";
     MathTraits const& math = config_.traits();
     if (math.dtype != DType::kFloat32) return "pack filter";
     return math.parts == 2 ? "pack filter (split in two TF32 parts)"
@@ -132,10 +140,19 @@ class PackFilter final : public Step {
   }
   std::vector<Operand> operands() const override { return {weight_, filter_}; }
   void run(RunContext const& context, void*) const override {
-    pack_filter(config_, source_, context.at(weight_), context.at(filter_), context.stream);
+    void const* const weight = context.at(weight_);
+    if constexpr (kReadsWeight<Config>) {
+      if (reads_weight_at(config_, source_, weight)) return;
+    }
+    pack_filter(config_, source_, weight, context.at(filter_), context.stream);
   }
 
  private:
+  bool reads_weight() const {
+    if constexpr (kReadsWeight<Config>) return config_.reads_weight(source_);
+    return false;
+  }
+
   Config config_;
   FilterSource source_;
   Operand weight_, filter_;
@@ -179,8 +196,8 @@ template <class Config>
 class Convolve final : public Step {
  public:
   Convolve(Config const& config, Activation activation, bool activates_output, Operand input,
-           Operand filter, Operand bias, Operand output, Operand partials, Operand scale,
-           Operand shift, Operand saved, int channels)
+           FilterOperand const& filter, Operand bias, Operand output, Operand partials,
+           Operand scale, Operand shift, Operand saved, int channels)
       : config_(served(config)),
         activation_(activation),
         activates_output_(activates_output),
@@ -199,6 +216,8 @@ class Convolve final : public Step {
     expect(config, "saved", saved.present(), saved.present() && kSaves<Config>);
     bool const scales = scale.present() || shift.present();
     expect(config, "scale and shift", scales, scales && kScales<Config>);
+    bool const reads = filter.weight().present();
+    expect(config, "weight as it lies", reads, reads && kReadsWeight<Config>);
     if constexpr (!kTakesMoments<Config>) {
       expect(config, "partials", partials.present(), false);
       expect(config, "activates_output", activates_output, true);
@@ -214,16 +233,21 @@ class Convolve final : public Step {
          groupnorm::step_name(activation_), partials_.present() ? "moments" : ""});
   }
   std::vector<Operand> operands() const override {
-    return {input_, filter_, bias_, output_, partials_, scale_, shift_, saved_};
+    return {input_,    filter_.packed(), filter_.weight(), bias_, output_,
+            partials_, scale_,           shift_,           saved_};
   }
   void run(RunContext const& context, void*) const override {
     ArgumentsOf<Config> arguments{.config = config_,
                                   .batch = int(context.samples),
                                   .activation = activation_,
                                   .input = context.at(input_),
-                                  .filter = context.at(filter_),
                                   .bias = context.at(bias_),
                                   .output = context.at(output_)};
+    if constexpr (kReadsWeight<Config>) {
+      filter_.fill(config_, context, arguments);
+    } else {
+      arguments.filter = context.at(filter_.packed());
+    }
     if constexpr (kTakesMoments<Config>) {
       arguments.activates_output = activates_output_;
       arguments.partials = context.at<PartialOf<Config>>(partials_);
@@ -241,7 +265,9 @@ class Convolve final : public Step {
   Config config_;
   Activation activation_;
   bool activates_output_;
-  Operand input_, filter_, bias_, output_, partials_, scale_, shift_, saved_;
+  Operand input_;
+  FilterOperand filter_;
+  Operand bias_, output_, partials_, scale_, shift_, saved_;
   int channels_;
 };
 

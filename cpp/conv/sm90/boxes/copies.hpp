@@ -18,7 +18,7 @@ struct Maps {
   CUtensorMap reads[kMostPhases];   // the input: whole, or where it is gathered by sources
   CUtensorMap writes[kMostPhases];  // the output: channels last by phases, channels first by sets
   CUtensorMap saved[kMostPhases];   // what is saved, likewise
-  CUtensorMap weight;               // rows of a tap and a chunk, where that is read as it lies
+  CUtensorMap weight;               // what a chunk has of a tap, where that is read as it lies
 };
 
 struct Barriers {
@@ -28,17 +28,41 @@ struct Barriers {
 };
 static_assert(sizeof(Barriers) <= Memory::kBarrierBytes);
 
-// A tap's and chunk's rows of the filter, from `packed` or, of the only set, as the weight lies.
+// Phases of a block of columns whose taps a copy of the filter has.
+template <class Traits>
+__device__ __forceinline__ int filter_phases(Params const& p, Block const& block, int tap) {
+  if constexpr (Traits::kSegments > 1) return __popc(p.masks[block.first_tap + tap]);
+  return p.set_phases[block.set];
+}
+
+// Of a tap's and chunk's part of the filter. Packed, that of a row with one segment has room for
+// columns of no phase.
+template <class Traits>
+__device__ __forceinline__ int filter_bytes_of(Params const& p, Block const& block, int tap) {
+  if (Traits::kSegments == 1 && (p.packed || !Traits::kFilterLines)) {
+    return Traits::kColumns * kChunkBytes;
+  }
+  return filter_phases<Traits>(p, block, tap) * p.segment * kChunkBytes;
+}
+
+// That part, from `packed` or as the weight lies: what gathers reads rows of the only set's tap,
+// else lines of each phase's.
 template <class Traits>
 __device__ __forceinline__ void copy_filter(Params const& p, Maps const& maps, Block const& block,
                                             int channel, int tap, unsigned char const* packed,
-                                            int bytes, unsigned char* rows, uint64_t* full) {
+                                            int bytes, unsigned char* to, uint64_t* full) {
+  constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   if (p.packed) {
-    device::bulk_load(device::shared_address(rows), packed, bytes, full);
+    device::bulk_load(device::shared_address(to), packed, bytes, full);
+  } else if constexpr (Traits::kFilterLines) {
+    uint16_t const* const taps = p.filter_taps + p.first_filter_tap[block.first_tap + tap];
+    int const phases = filter_phases<Traits>(p, block, tap), line = block.channel >> p.line_shift;
+#pragma unroll 1
+    for (int i = 0; i < phases; ++i, to += p.segment * kChunkBytes) {
+      cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full, kHint, to, 0, channel, line, taps[i], 0);
+    }
   } else {
-    cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full,
-                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), rows, channel,
-                                 tap, block.channel, 0, 0);
+    cute::SM90_TMA_LOAD_5D::copy(&maps.weight, full, kHint, to, channel, tap, block.channel, 0, 0);
   }
 }
 
@@ -46,15 +70,17 @@ __device__ __forceinline__ void copy_filter(Params const& p, Maps const& maps, B
 template <class Traits>
 __device__ __forceinline__ void keep_filter(Params const& p, Maps const& maps, Block const& block,
                                             Barriers& barriers, unsigned char* kept) {
-  constexpr int kStepBytes = Traits::kColumns * kChunkBytes;
-  device::arrive_and_expect(&barriers.kept, block.taps * p.chunks * kStepBytes);
+  constexpr int kRoomBytes = Traits::kColumns * kChunkBytes;
+  // A block's taps are those of all its phases.
+  int const bytes = filter_bytes_of<Traits>(p, block, 0);
+  device::arrive_and_expect(&barriers.kept, block.taps * p.chunks * bytes);
   unsigned char const* packed = p.filter + block.filter * kChunkBytes;
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
     for (int tap = 0; tap < block.taps; ++tap) {
-      copy_filter<Traits>(p, maps, block, chunk * Traits::kChunk, tap, packed, kStepBytes, kept,
+      copy_filter<Traits>(p, maps, block, chunk * Traits::kChunk, tap, packed, bytes, kept,
                           &barriers.kept);
-      packed += kStepBytes;
-      kept += kStepBytes;
+      packed += kRoomBytes;
+      kept += kRoomBytes;
     }
   }
 }
@@ -91,10 +117,7 @@ __device__ __forceinline__ void fill_ring(Params const& p, Maps const& maps, Bar
       TapCopy const copied = p.taps[block.first_tap + tap];
       CUtensorMap const* const map = &maps.reads[copied.source];
       int filter_bytes = 0;
-      if constexpr (!Traits::kStationary) {
-        int const segments = Traits::kSegments == 1 ? 1 : __popc(p.masks[block.first_tap + tap]);
-        filter_bytes = segments * Traits::kSegmentColumns * kChunkBytes;
-      }
+      if constexpr (!Traits::kStationary) filter_bytes = filter_bytes_of<Traits>(p, block, tap);
       uint64_t* const full = &barriers.full[cursor.stage];
       unsigned char* const stage =
           shared + p.memory.ring + cursor.stage * Traits::kShape.stage_bytes();

@@ -28,7 +28,7 @@ __device__ __forceinline__ uint64_t rows_operand(uint32_t address,
   return operand(address, gmma::LayoutType::B128, 0, eights_bytes);
 }
 
-// A slab's lines of so many bytes, each for all channels of a chunk in turn.
+// Lines of so many bytes, a slab's or a filter's, each for all channels of a chunk in turn.
 template <class Traits>
 __device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_bytes) {
   int const line = Traits::kChunk * line_bytes, eight = 8 * line_bytes;
@@ -94,14 +94,16 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   uint64_t const positions0 =
       Traits::kPlanes ? lines_operand<Traits>(own, line_bytes)
                       : rows_operand(own, Traits::kHalo ? p.eights_bytes : 8 * kChunkBytes);
-  uint64_t const filter0 = rows_operand(ring + (Traits::kStationary ? p.memory.kept
-                                                : Traits::kHalo ? p.memory.ring
-                                                                : kSlabs * kSlab * kChunkBytes));
+  uint32_t const filter = ring + (Traits::kStationary ? p.memory.kept
+                                  : Traits::kHalo     ? p.memory.ring
+                                                      : kSlabs * kSlab * kChunkBytes);
+  uint64_t const filter0 =
+      Traits::kFilterLines ? lines_operand<Traits>(filter, p.line_bytes) : rows_operand(filter);
   // To the channels of the next instruction.
-  uint32_t const step_units =
-      (Traits::kPlanes ? Traits::kStepBytes / Traits::kElementBytes * line_bytes
-                       : Traits::kStepBytes) >>
-      4;
+  constexpr int kStepChannels = kStepBytes / Traits::kElementBytes;
+  uint32_t const step_units = (Traits::kPlanes ? kStepChannels * line_bytes : kStepBytes) >> 4;
+  uint32_t const filter_units =
+      (Traits::kFilterLines ? kStepChannels * p.line_bytes : kStepBytes) >> 4;
   unsigned char* const staged =
       shared + p.memory.staged +
       self.index * Traits::kShape.staged_portions() * Memory::kPortionBytes;
@@ -172,8 +174,8 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
         if (Traits::kSegments > 1 && (mask >> part * Traits::kAlike & 1) == 0) continue;
 #pragma unroll
         for (int i = 0; i < Traits::kSteps; ++i) {
-          multiply<typename Traits::Mma>(a + i * step_units, b + i * (Traits::kStepBytes >> 4),
-                                         sums[part], Indices{});
+          multiply<typename Traits::Mma>(a + i * step_units, b + i * filter_units, sums[part],
+                                         Indices{});
         }
         b += Traits::kInstructionColumns * kChunkBytes >> 4;
       }

@@ -43,7 +43,10 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 
 template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
-  using Own = Traits<kMath, kShape>;
+  constexpr int kElementBytes = traits_of(kMath).element_bytes();
+  constexpr bool kScattersLines = has_filter_lines(Direction::kScatters, kElementBytes);
+  constexpr bool kGathersLines = has_filter_lines(Direction::kGathers, kElementBytes);
+  using Own = Traits<kMath, kShape, kScattersLines>;
   bool const takes_moments = a.partials != nullptr;
   bool const alone = a.saved == nullptr && a.norm == nullptr && a.group == nullptr &&
                      a.config.schedule.direction == Direction::kScatters;
@@ -52,6 +55,11 @@ void launch(Arguments const& a, cudaStream_t stream) {
                   "what gathers");
   FUSEDCONV_CHECK(takes_moments || a.activates_output, a.config.row->name,
                   ": activates_output: got false, expected true where no moments are taken");
+  if constexpr (kScattersLines != kGathersLines && kShape.segments == 1 && !kShape.halo) {
+    if (a.config.schedule.direction == Direction::kGathers) {
+      return launch_kernel<Traits<kMath, kShape, kGathersLines>, Extra::kNone>(a, stream);
+    }
+  }
   if (a.norm != nullptr) return launch_kernel<Own, Extra::kNormalizesPixels>(a, stream);
   if (a.partials != nullptr) return launch_kernel<Own, Extra::kTakesMoments>(a, stream);
   launch_kernel<Own, Extra::kNone>(a, stream);

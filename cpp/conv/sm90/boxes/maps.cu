@@ -74,7 +74,7 @@ void store_maps(Arguments const& a, Slabs const& slabs, void* base, CUtensorMap*
 }
 
 // Of a weight whose channels are beside each other: rows of a chunk's, for all columns at a tap.
-MapAxes weight_axes(FilterSource const& weight, Shape const& shape, int element_bytes) {
+MapAxes weight_rows(FilterSource const& weight, Shape const& shape, int element_bytes) {
   MapAxes axes{};
   axes.extents = {cuuint64_t(weight.c), cuuint64_t(weight.taps()), cuuint64_t(weight.k), 1, 1};
   auto const tap = cuuint64_t(weight.tap_stride() * element_bytes),
@@ -82,6 +82,22 @@ MapAxes weight_axes(FilterSource const& weight, Shape const& shape, int element_
   axes.strides = {tap, row, row, row};
   axes.box = {cuuint32_t(kChunkBytes / element_bytes), 1, cuuint32_t(shape.columns), 1, 1};
   axes.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  return axes;
+}
+
+// Of one whose output channels are: a phase's columns at a tap as lines, each for all channels of a
+// chunk in turn.
+MapAxes weight_lines(FilterSource const& weight, Schedule const& s, int element_bytes) {
+  auto const line = cuuint64_t(s.line * element_bytes);
+  auto const channel = cuuint64_t(weight.stride_c * element_bytes);
+  auto const tap = weight.taps() == 1 ? line : cuuint64_t(weight.tap_stride() * element_bytes);
+  MapAxes axes{};
+  axes.extents = {cuuint64_t(s.line), cuuint64_t(weight.c), cuuint64_t(weight.k / s.line),
+                  cuuint64_t(weight.taps()), 1};
+  axes.strides = {channel, line, tap, channel};
+  axes.box = {cuuint32_t(s.line), cuuint32_t(kChunkBytes / element_bytes),
+              cuuint32_t(s.segment / s.line), 1, 1};
+  axes.swizzle = swizzle_of(int(line));
   return axes;
 }
 
@@ -112,8 +128,9 @@ Maps maps_of(Arguments const& a, Slabs const& slabs) {
   }
 
   if (a.weight != nullptr) {
-    maps.weight =
-        encode(config.row->math, a.filter, weight_axes(*a.weight, config.row->shape, element));
+    MapAxes const axes = s.line > 0 ? weight_lines(*a.weight, s, element)
+                                    : weight_rows(*a.weight, config.row->shape, element);
+    maps.weight = encode(config.row->math, a.filter, axes);
   }
   if (a.output != nullptr) store_maps(a, slabs, a.output, maps.writes);
   if (a.saved != nullptr) store_maps(a, slabs, a.saved, maps.saved);

@@ -27,6 +27,7 @@ struct PackParams {
   // channels, output_channels: the source's; padded: output channels of all blocks.
   int taps, channels, output_channels, padded_channels;
   int segment, channel_blocks, chunks;
+  int line;  // columns, where the filter is lines
   int first_row[kMostPhases], rows[kMostPhases];  // by set
   TapPlace places[kMostFilterTaps];
 
@@ -166,6 +167,42 @@ __global__ void __launch_bounds__(kPackThreads)
   }
 }
 
+// Lines of output channels, swizzled as copies of such lines are: a thread has the pieces of a
+// channel at kTogether taps that follow each other in the weight.
+template <class T, int kTogether>
+__global__ void __launch_bounds__(kPackThreads)
+    pack_filter_lines_kernel(__grid_constant__ PackParams const p, uint32_t count,
+                             T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
+  if (i >= count) return;
+  uint32_t const groups = p.taps / kTogether, pieces = p.padded_channels / kVector<T>;
+  int const tap = int(i % groups) * kTogether, k = int(i / groups % pieces) * kVector<T>;
+  int const channel = int(i / groups / pieces);
+  T const* const source = weight + channel * p.source.stride_c + p.offset_of(tap);
+  device::Pack<T, kTogether> loaded[kVector<T>];
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) {
+    if (k + j < p.output_channels && channel < p.channels) {
+      loaded[j] = device::Pack<T, kTogether>::load(source + (k + j) * p.source.stride_k);
+    }
+  }
+  constexpr int kChunk = kChunkBytes / int(sizeof(T));
+  int const chunk = channel / kChunk, within = k % p.segment, line = within / p.line;
+  int const line_bytes = p.line * int(sizeof(T));
+  uint32_t at = line * p.line * kChunkBytes + (channel - chunk * kChunk) * line_bytes +
+                (within - line * p.line) * int(sizeof(T));
+  at ^= (at >> 7 & (line_bytes / kPieceBytes - 1)) * kPieceBytes;
+#pragma unroll
+  for (int t = 0; t < kTogether; ++t) {
+    int64_t const row = row_of(p, tap + t, k - within, chunk);
+    if (row < 0) continue;
+    device::Pack<T, kVector<T>> pack;
+#pragma unroll
+    for (int j = 0; j < kVector<T>; ++j) pack.values[j] = loaded[j].values[t];
+    pack.store(reinterpret_cast<T*>(filter + row * kChunkBytes + at));
+  }
+}
+
 // How a weight's elements follow each other, as far as it matters.
 enum class Order { kAny, kRows, kRuns, kTapsFirst };
 
@@ -183,6 +220,12 @@ Order order_of(PackParams const& p, void const* weight, int vector) {
                                                                    : Order::kAny;
 }
 
+// Whether a thread loads kRun taps of an output channel at once.
+bool loads_taps(FilterSource const& f, void const* weight, int element_bytes) {
+  return f.taps() % kRun == 0 && taps_follow(f, 1) && f.stride_k % kRun == 0 &&
+         f.stride_c % kRun == 0 && device::is_aligned(weight, kRun * element_bytes);
+}
+
 void place_taps(Config const& config, PackParams& p) {
   Schedule const& s = config.schedule;
   Shape const& shape = config.row->shape;
@@ -193,7 +236,6 @@ void place_taps(Config const& config, PackParams& p) {
     }
     return;
   }
-  auto const& axes = s.axes;
   for (std::size_t number = 0; number < s.sets.size(); ++number) {
     PhaseSet const& set = s.sets[number];
     p.first_row[number] = set.first_row;
@@ -203,16 +245,9 @@ void place_taps(Config const& config, PackParams& p) {
       for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
         uint32_t const mask = s.masks[tap];
         if ((mask >> i & 1) != 0) {
-          int filter_tap = 0;
-          for (int a = 0; a < kMaxAxes; ++a) {
-            Phase const phase = axes[a].phase(s.phases[set.first + i][a]);
-            int const j = (phase.shift - s.taps[tap][a]) / axes[a].sub_dilation;
-            filter_tap =
-                filter_tap * axes[a].problem.kernel + phase.first_tap + j * axes[a].tap_step;
-          }
-          int const before = shape.segments == 1 ? i : std::popcount(mask & ((1u << i) - 1));
-          p.places[filter_tap] = {.row = uint16_t(row + before * s.segment),
-                                  .set = uint16_t(number)};
+          int const before = std::popcount(mask & ((1u << i) - 1));
+          p.places[s.filter_taps[s.first_filter_taps[tap] + before]] = {
+              .row = uint16_t(row + before * s.segment), .set = uint16_t(number)};
         }
         row += shape.segments == 1 ? shape.columns : std::popcount(mask) * shape.segment_columns();
       }
@@ -236,17 +271,24 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   p.channel_blocks = s.channel_blocks;
   p.chunks = s.chunks;
   place_taps(config, p);
-  int const vector = kPieceBytes / size_of(config.traits().dtype);
+  p.line = s.line;
+  int const element = config.traits().element_bytes();
+  int const vector = kPieceBytes / element;
   Order const order = order_of(p, weight, vector);
   // Of rows or of any order a thread has a piece.
   bool const runs = order == Order::kRuns || order == Order::kTapsFirst;
-  int64_t const count = runs ? s.filter_pieces / kRun : s.filter_pieces;
+  bool const lines = s.line > 0, together = lines && loads_taps(source, weight, element);
+  int64_t const count =
+      (lines ? together : runs) ? s.filter_pieces / kRun : s.filter_pieces;
   int64_t const wanted = ceil_div(count, kPackThreads);
-  int const blocks = int(order == Order::kAny ? std::min<int64_t>(wanted, kMaxBlocks) : wanted);
+  bool const strides = order == Order::kAny && !lines;
+  int const blocks = int(strides ? std::min<int64_t>(wanted, kMaxBlocks) : wanted);
   device::dispatch_type(config.traits().dtype, [&](auto zero) {
     using T = decltype(zero);
     constexpr bool kRounds = sizeof(T) == 4;
-    auto const kernel = order == Order::kRows        ? pack_filter_rows_kernel<T, kRounds>
+    auto const kernel = lines && together            ? pack_filter_lines_kernel<T, kRun>
+                        : lines                      ? pack_filter_lines_kernel<T, 1>
+                        : order == Order::kRows      ? pack_filter_rows_kernel<T, kRounds>
                         : order == Order::kRuns      ? pack_filter_runs_kernel<T, kRounds, false>
                         : order == Order::kTapsFirst ? pack_filter_runs_kernel<T, kRounds, true>
                                                      : pack_filter_kernel<T, kRounds>;

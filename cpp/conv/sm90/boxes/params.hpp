@@ -28,7 +28,8 @@ struct Params {
   GroupStatistics group;
   groupnorm::Partial* partials;
   bool channels_last, saves;
-  bool packed;                    // the filter
+  bool packed;                    // the filter, else the weight is read as it lies
+  int line_bytes, line_shift;     // of a filter's line, and columns, two to this
   bool stores, activates_output;  // where moments are taken
   bool is_linear;                 // there is a bias, scale or shift
   bool keeps_values;              // what is added to columns and multiplied is that of all tiles
@@ -56,6 +57,9 @@ struct Params {
   uint16_t masks[kMostTaps];
   uint16_t offsets[kMostTaps];  // in a box with a halo, in rows
   bool starts_box[kMostTaps];   // or that of the tap before has what it reads
+  // Of a weight's copies, where it scatters: its taps, by phase of each tap.
+  uint16_t first_filter_tap[kMostTaps];
+  uint16_t filter_taps[kMostFilterTaps];
 
   // slabs: those of the arguments' batch.
   static Params of(Arguments const& arguments, Slabs const& slabs);
@@ -164,6 +168,9 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.channels_last = s.layout == Layout::kChannelsLast;
   p.saves = a.saved != nullptr;
   p.packed = a.weight == nullptr;
+  int const element = config.traits().element_bytes();
+  p.line_bytes = s.line * element;
+  p.line_shift = std::countr_zero(unsigned(s.line));
   p.output_channels = config.problem.output_channels;
   p.own_channels = a.own_channels > 0 ? a.own_channels : p.output_channels;
   FUSEDCONV_CHECK(slabs.all() * s.blocks <= kMostItems, config.row->name,
@@ -214,6 +221,8 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   }
   if (config.row->shape.halo) p.set_halos(s, slabs);
   std::copy(s.masks.begin(), s.masks.end(), p.masks);
+  std::copy(s.first_filter_taps.begin(), s.first_filter_taps.end(), p.first_filter_tap);
+  std::copy(s.filter_taps.begin(), s.filter_taps.end(), p.filter_taps);
   return p;
 }
 

@@ -24,9 +24,13 @@ bool Config::reads_weight(FilterSource const& weight) const {
     return elements * traits().element_bytes() % kPieceBytes == 0;
   };
   // Taps are one axis of a tensor map.
-  return schedule.direction == Direction::kGathers && row->shape.columns <= kMostBoxExtent &&
-         weight.stride_c == 1 && taps_follow(weight, weight.tap_stride()) &&
-         whole(weight.tap_stride()) && whole(weight.stride_k);
+  if (!taps_follow(weight, weight.tap_stride())) return false;
+  if (schedule.direction == Direction::kGathers) {
+    return row->shape.columns <= kMostBoxExtent && weight.stride_c == 1 &&
+           whole(weight.tap_stride()) && whole(weight.stride_k);
+  }
+  return schedule.line > 0 && weight.stride_k == 1 && weight.k % schedule.line == 0 &&
+         (weight.taps() == 1 || whole(weight.tap_stride())) && whole(weight.stride_c);
 }
 
 int64_t Config::tiles(int64_t batch) const {

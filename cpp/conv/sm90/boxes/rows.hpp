@@ -40,7 +40,7 @@ struct Arguments {
   int batch = 0;
   Activation activation = Activation::kIdentity;
   void const* input = nullptr;           // channels first where the row reads planes, else last
-  void const* filter = nullptr;          // packed by pack_filter(), or a weight
+  void const* filter = nullptr;          // packed by pack_filter(), or the weight
   FilterSource const* weight = nullptr;  // how that lies, which the config reads as it is
   void const* bias = nullptr;            // [K] of the tensors' type, or null
   float const* scale = nullptr;          // [K], or null: times the biased sum
@@ -74,7 +74,8 @@ void append_bf16(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
-  static constexpr bool kScales = true, kPadsChannels = true, kSaves = true;  // see conv/steps.hpp
+  // See conv/steps.hpp.
+  static constexpr bool kScales = true, kPadsChannels = true, kSaves = true, kReadsWeight = true;
 
   Row const* row;  // of rows()
   Problem problem;
@@ -88,7 +89,8 @@ struct Config {
   std::string reads() const { return row->shape.planes ? "nchw" : "nhwc"; }
   MathTraits const& traits() const { return traits_of(row->math); }
   // Whether copies read a weight that begins at a multiple of 16 bytes as it lies: one whose
-  // channels are beside each other, of a convolution that gathers.
+  // channels are beside each other, of a convolution that gathers, or whose output channels are, of
+  // 16 bits, of one that scatters.
   bool reads_weight(FilterSource const& weight) const;
   // Of one slab or two, which a block multiplies at a time.
   int64_t tiles(int64_t batch) const;

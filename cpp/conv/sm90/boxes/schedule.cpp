@@ -4,6 +4,7 @@
 #include <bit>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "fusedconv/check.hpp"
@@ -90,6 +91,27 @@ void group_phases(Schedule& s, Shape const& shape) {
   for (PhaseSet& set : s.sets) {
     set.first_row = rows;
     rows += set.rows;
+  }
+}
+
+// Which tap of the filter each phase of a set has where it has a tap of the set.
+void list_filter_taps(Schedule& s) {
+  s.first_filter_taps.resize(s.taps.size());
+  for (PhaseSet const& set : s.sets) {
+    for (int tap = set.first_tap; tap < set.first_tap + set.taps; ++tap) {
+      s.first_filter_taps[tap] = uint16_t(s.filter_taps.size());
+      for (int i = 0; i < set.count; ++i) {
+        if ((s.masks[tap] >> i & 1) == 0) continue;
+        int filter_tap = 0;
+        for (int a = 0; a < kMaxAxes; ++a) {
+          Axis const& axis = s.axes[a];
+          Phase const phase = axis.phase(s.phases[set.first + i][a]);
+          int const j = (phase.shift - s.taps[tap][a]) / axis.sub_dilation;
+          filter_tap = filter_tap * axis.problem.kernel + phase.first_tap + j * axis.tap_step;
+        }
+        s.filter_taps.push_back(uint16_t(filter_tap));
+      }
+    }
   }
 }
 
@@ -366,6 +388,11 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   } else {
     s.store_positions = shape.plane_positions(element);
     s.store_columns = shape.plane_columns(kChunkBytes / element) / shape.segments;
+  }
+  if (!gathers) list_filter_taps(s);
+  if (has_filter_lines(direction, element)) {
+    // Copies of a weight as it lies want output channels of whole lines.
+    s.line = std::gcd(std::gcd(s.segment, channels), kMostLine);
   }
   s.chunks = int(ceil_div(int64_t(p.channels) * element, kChunkBytes));
   if (shape.stationary) {

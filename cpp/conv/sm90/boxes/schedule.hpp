@@ -35,7 +35,8 @@ inline constexpr int kConsumers = 2;        // warpgroups that multiply, of most
 inline constexpr int kSlab = 64;            // positions of a consumer
 inline constexpr int kChunkBytes = 128;     // of channels, in a stage
 inline constexpr int kSwizzleBytes = 1024;  // what boxes begin at multiples of
-inline constexpr int kPieceBytes = 16;      // of a column's channels, packed by one thread
+inline constexpr int kStepBytes = 32;       // of channels, in an instruction
+inline constexpr int kPieceBytes = 16;      // of a packed filter's line, by one thread
 inline constexpr int kMostStages = 8;
 inline constexpr int kMostPhases = 16;
 inline constexpr int kMostTaps = 160;               // of all sets
@@ -46,6 +47,7 @@ inline constexpr int kGranule = 8;          // of columns: an instruction's, and
 inline constexpr int kMostBoxExtent = 256;  // along an axis of a tensor copy
 inline constexpr int kFewestLine = 8;       // positions of a slab's line, channels first
 inline constexpr int kMostPixels = 8;       // of a position in a block that normalises them
+inline constexpr int kMostLine = 64;        // columns of a filter's line
 
 using Problem = TransposedProblem;
 using Tap = std::array<int16_t, kMaxAxes>;
@@ -53,6 +55,13 @@ using Residues = std::array<int, kMaxAxes>;
 
 // `input` of a problem's axes is what is read and `output` what is written, either way.
 enum class Direction { kScatters, kGathers };
+
+// Whether a filter is lines of output channels, one for each channel of a chunk, as they are beside
+// each other in a weight that is channels last; else rows of channels, as the instruction wants 32
+// bits and as what gathers finds them in such a weight.
+constexpr bool has_filter_lines(Direction direction, int element_bytes) {
+  return direction == Direction::kScatters && element_bytes == 2;
+}
 
 // What a compiled kernel fixes of a tile.
 struct Shape {
@@ -141,10 +150,13 @@ struct Schedule {
   std::vector<PhaseSet> sets;             // those with the most taps first
   std::vector<Tap> taps;                  // by set: input position less the output's
   std::vector<uint16_t> masks;            // of each tap: bits of the set's phases with it
+  // The filter's taps of these phases in turn, where it scatters, and which is the first by tap.
+  std::vector<uint16_t> filter_taps, first_filter_taps;
   std::vector<Residues> sources;          // phases of an input that is gathered from
   std::vector<uint8_t> tap_sources;       // by tap, then
   Layout layout = Layout::kChannelsLast;  // of the output
   int segment = 0;                        // columns of a phase in a block
+  int line = 0;                           // columns of a filter's line, which divide it; or 0
   int channel_blocks = 0;
   int store_columns = 0;    // of a tensor copy to the output; divides the segment
   int store_positions = 0;  // of a line of it, channels first

@@ -11,50 +11,13 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// A convolution that gathers, by a weight as it lies, which is `weight`: one that the config reads.
-class ConvolveByWeight final : public Step {
- public:
-  ConvolveByWeight(Config const& config, FilterSource const& source, Operand input, Operand weight,
-                   Operand output)
-      : config_(served(config)),
-        source_(matching(config, source)),
-        input_(input),
-        weight_(weight),
-        output_(output) {
-    expect(config, "whether the weight is read as it lies", config.reads_weight(source), true);
-  }
-
-  std::string describe() const override {
-    return detail::join(config_.row->name, " (", config_.reads(), ", the weight as it lies)");
-  }
-  std::vector<Operand> operands() const override { return {input_, weight_, output_}; }
-  void run(RunContext const& context, void*) const override {
-    void const* const weight = context.at(weight_);
-    auto const address = reinterpret_cast<uintptr_t>(weight);
-    FUSEDCONV_CHECK(address % kPieceBytes == 0, config_.row->name, ": weight: got address ",
-                    address);
-    config_.row->launch({.config = config_,
-                         .batch = int(context.samples),
-                         .input = context.at(input_),
-                         .filter = weight,
-                         .weight = &source_,
-                         .output = context.at(output_)},
-                        context.stream);
-  }
-
- private:
-  Config config_;
-  FilterSource source_;
-  Operand input_, weight_, output_;
-};
-
 // Convolution, bias, normalisation, activation: LayerNorm over the channels of a pixel, or where
 // there are statistics, GroupNorm by these. bias, statistics, weight and norm_bias may be absent.
 class ConvolveNormalizing final : public Step {
  public:
   ConvolveNormalizing(Config const& config, GroupNormProblem const& norm, Operand input,
-                      Operand filter, Operand bias, Operand statistics, Operand weight,
-                      Operand norm_bias, Operand output)
+                      FilterOperand const& filter, Operand bias, Operand statistics,
+                      Operand weight, Operand norm_bias, Operand output)
       : config_(served(config)),
         norm_(matching(config, norm)),
         input_(input),
@@ -81,7 +44,8 @@ class ConvolveNormalizing final : public Step {
          groupnorm::step_name(norm_.activation_after)});
   }
   std::vector<Operand> operands() const override {
-    return {input_, filter_, bias_, statistics_, weight_, norm_bias_, output_};
+    return {input_,      filter_.packed(), filter_.weight(), bias_,
+            statistics_, weight_,          norm_bias_,       output_};
   }
   void run(RunContext const& context, void*) const override {
     PixelNorm const pixel{.weight = context.at(weight_),
@@ -95,22 +59,24 @@ class ConvolveNormalizing final : public Step {
                                 .groups = int(norm_.groups),
                                 .channels = int(norm_.channels_per_group())};
     bool const by_group = statistics_.present();
-    config_.row->launch({.config = config_,
-                         .batch = int(context.samples),
-                         .activation = norm_.activation_after,
-                         .input = context.at(input_),
-                         .filter = context.at(filter_),
-                         .bias = context.at(bias_),
-                         .output = context.at(output_),
-                         .norm = by_group ? nullptr : &pixel,
-                         .group = by_group ? &group : nullptr},
-                        context.stream);
+    Arguments arguments{.config = config_,
+                        .batch = int(context.samples),
+                        .activation = norm_.activation_after,
+                        .input = context.at(input_),
+                        .bias = context.at(bias_),
+                        .output = context.at(output_),
+                        .norm = by_group ? nullptr : &pixel,
+                        .group = by_group ? &group : nullptr};
+    filter_.fill(config_, context, arguments);
+    config_.row->launch(arguments, context.stream);
   }
 
  private:
   Config config_;
   GroupNormProblem norm_;
-  Operand input_, filter_, bias_, statistics_, weight_, norm_bias_, output_;
+  Operand input_;
+  FilterOperand filter_;
+  Operand bias_, statistics_, weight_, norm_bias_, output_;
 };
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -23,24 +23,25 @@ inline constexpr int kCopyRegisters = 40;
 static_assert((kConsumers * kConsumerRegisters + kCopyRegisters) * kWarpgroupThreads <= 65536,
               "registers of a multiprocessor");
 
-// Positions are the first operand, by channels or, of 16 bits, by positions in memory.
-template <Math kMath, int kColumns, gmma::Major kMajor>
+// Positions are the first operand, columns the second: by channels in memory or, of 16 bits, by
+// positions and by columns.
+template <Math kMath, int kColumns, gmma::Major kPositions, gmma::Major kFilter>
 struct Instruction;
-#define FUSEDCONV_INSTRUCTION(columns)                                              \
-  template <>                                                                       \
-  struct Instruction<Math::kTf32, columns, gmma::Major::K> {                        \
-    using Element = float;                                                          \
-    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                     \
-  };                                                                                \
-  template <gmma::Major kMajor>                                                     \
-  struct Instruction<Math::kF16, columns, kMajor> {                                 \
-    using Element = __half;                                                         \
-    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kMajor, gmma::Major::K>;   \
-  };                                                                                \
-  template <gmma::Major kMajor>                                                     \
-  struct Instruction<Math::kBF16, columns, kMajor> {                                \
-    using Element = __nv_bfloat16;                                                  \
-    using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<kMajor, gmma::Major::K>; \
+#define FUSEDCONV_INSTRUCTION(columns)                                          \
+  template <>                                                                   \
+  struct Instruction<Math::kTf32, columns, gmma::Major::K, gmma::Major::K> {    \
+    using Element = float;                                                      \
+    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                 \
+  };                                                                            \
+  template <gmma::Major kPositions, gmma::Major kFilter>                        \
+  struct Instruction<Math::kF16, columns, kPositions, kFilter> {                \
+    using Element = __half;                                                     \
+    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kPositions, kFilter>;  \
+  };                                                                            \
+  template <gmma::Major kPositions, gmma::Major kFilter>                        \
+  struct Instruction<Math::kBF16, columns, kPositions, kFilter> {               \
+    using Element = __nv_bfloat16;                                              \
+    using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<kPositions, kFilter>; \
   };
 FUSEDCONV_INSTRUCTION(256)
 FUSEDCONV_INSTRUCTION(192)
@@ -50,10 +51,12 @@ FUSEDCONV_INSTRUCTION(48)
 FUSEDCONV_INSTRUCTION(32)
 #undef FUSEDCONV_INSTRUCTION
 
-template <Math kMath_, Shape kShape_>
+// kFilterLines: the filter is lines of columns, one for each channel, else rows of channels.
+template <Math kMath_, Shape kShape_, bool kFilterLines_>
 struct Traits {
   static constexpr Math kMath = kMath_;
   static constexpr Shape kShape = kShape_;
+  static constexpr bool kFilterLines = kFilterLines_;
   static constexpr int kColumns = kShape.columns;
   static constexpr int kSegments = kShape.segments;
   static constexpr bool kPlanes = kShape.planes;
@@ -82,13 +85,13 @@ struct Traits {
   static constexpr int kInstructions =
       kSegments > 1 ? kSegments / kAlike : (kColumns + kMostBoxExtent - 1) / kMostBoxExtent;
   static constexpr int kInstructionColumns = kColumns / kInstructions;
-  using Own = Instruction<kMath, kInstructionColumns, kPlanes ? gmma::Major::MN : gmma::Major::K>;
+  using Own = Instruction<kMath, kInstructionColumns, kPlanes ? gmma::Major::MN : gmma::Major::K,
+                          kFilterLines ? gmma::Major::MN : gmma::Major::K>;
   using Element = typename Own::Element;
   using Mma = typename Own::Mma;
 
   static constexpr int kElementBytes = int(sizeof(Element));
   static constexpr int kChunk = kChunkBytes / kElementBytes;    // channels of a stage
-  static constexpr int kStepBytes = 32;                         // of channels, in an instruction
   static constexpr int kSteps = kChunkBytes / kStepBytes;       // of a stage
   static constexpr int kSums = kInstructionColumns / 2;         // of a thread and an instruction
   static constexpr int kPortion = kChunkBytes / kElementBytes;  // columns that are staged at a time

@@ -42,7 +42,7 @@ from fusedconv.kernels.cuda.boxes_gradient_problems import (
     weight_config,
     writes_weight,
 )
-from fusedconv.kernels.cuda.convolution import CHUNK_BYTES
+from fusedconv.kernels.cuda.convolution import CHUNK_BYTES, packed_filter
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
@@ -327,29 +327,21 @@ class BoxesGradients(BackwardKernel):
             channels = whole_channels(forward.channels, forward.dtype)
             sample = channels * math.prod(forward.spatial) * forward.dtype.itemsize
             output = program.scratch(sample)
-        if reads_weight(config, forward):
-            program.compiled.per_chunk(
-                room.ConvolveByWeight(
-                    config, source=source, input=grad, weight=program.weight, output=output
-                )
+        filter = packed_filter(
+            room, program, config, source, reads_weight=reads_weight(config, forward)
+        )
+        program.compiled.per_chunk(
+            room.Convolve(
+                config,
+                activation=COMPILED["identity"],
+                activates_output=True,
+                input=grad,
+                filter=filter,
+                bias=program.absent,
+                output=output,
+                partials=program.absent,
             )
-        else:
-            filter = program.scratch(0, config.filter_bytes)
-            program.compiled.before(
-                room.PackFilter(config, source=source, weight=program.weight, filter=filter)
-            )
-            program.compiled.per_chunk(
-                room.Convolve(
-                    config,
-                    activation=COMPILED["identity"],
-                    activates_output=True,
-                    input=grad,
-                    filter=filter,
-                    bias=program.absent,
-                    output=output,
-                    partials=program.absent,
-                )
-            )
+        )
         if rewrites_back(forward):
             verb = "cut" if forward.output_layout == "nhwc" else "transpose"
             program.transpose(

@@ -30,6 +30,7 @@ from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.boxes_costs import COSTS, CostConstants, Work, launch_cycles
 from fusedconv.kernels.cuda.convolution import (
     UNGROUPED,
+    filter_source,
     goes_through_scratch,
     supports_partials,
 )
@@ -168,6 +169,11 @@ class BoxesSm90(TapsRow):
             self._milliseconds(problem, device, COSTS, twice=each) for each in (True, False)
         )
         return twice < once
+
+    def reads_weight(self, problem: ForwardProblem, config: Any) -> bool:
+        conv = problem.conv
+        assert conv is not None
+        return bool(config.reads_weight(filter_source(conv)))
 
     def scratch_bytes(self, problem: ForwardProblem, config: Any) -> int:
         elements = 0
@@ -352,12 +358,13 @@ class BoxesSm90(TapsRow):
         size = problem.dtype.itemsize
         takes_moments = twice or self.takes_moments(problem, config)
         read, written = self._elements(problem)
-        packed = config.filter_bytes / size * costs.pack * 1e3
+        packs = not self.reads_weight(problem, config)
+        packed = config.filter_bytes / size * costs.pack * 1e3 if packs else 0.0
         chunks = -(-problem.batch // self.chunk(problem, config))
         if twice:
             milliseconds = self._launch_milliseconds(problem, device, costs, 0, costs.moments[size])
             milliseconds += self._launch_milliseconds(problem, device, costs, 1, costs.normalised)
-            launches = 1 + 3 * chunks
+            launches = packs + 3 * chunks
             moved = 2 * problem.input_elements * size if problem.layout == "strided" else 0
             beside = device.copy_milliseconds(moved) + launches * device.launch_milliseconds
         else:
@@ -366,6 +373,8 @@ class BoxesSm90(TapsRow):
             milliseconds = self._launch_milliseconds(problem, device, costs, stored, moments)
             passes = self._passes_of_one(problem, device)
             beside = self.milliseconds_beside(problem, device, chunks, passes)
+            if not packs:
+                beside -= device.launch_milliseconds
         if takes_moments:
             # Partial moments, read as sectors of which a group may have a part.
             partials = 2 * problem.batch * config.partial_bytes_per_sample

@@ -151,6 +151,20 @@ def supports_partials(problem: ForwardProblem, config: Any) -> Support:
     return Support.yes()
 
 
+def packed_filter(
+    room: Any, program: Any, config: Any, source: Any, *, reads_weight: bool = False
+) -> Any:
+    """Appends the step of a room that packs a program's weight, which lies as ``source`` says; the
+    filter that convolutions take: where a config ``reads_weight``, that as it lies."""
+    filter = program.scratch(0, config.filter_bytes)
+    program.compiled.before(
+        room.PackFilter(config, source=source, weight=program.weight, filter=filter)
+    )
+    if not reads_weight:
+        return filter
+    return _C.FilterOperand(filter, weight=program.weight, source=source)
+
+
 class ConvolutionRow(ForwardKernel):
     """A row of ``room.rows()``, whose ``Config`` and steps the room has too."""
 
@@ -176,20 +190,19 @@ class ConvolutionRow(ForwardKernel):
         takes: bool = self.room.takes_moments
         return takes
 
+    def reads_weight(self, problem: ForwardProblem, config: Any) -> bool:
+        """Whether its convolution reads the weight as it lies, unless that begins at no multiple of
+        16 bytes."""
+        return False
+
     def pack_filter(self, program: ForwardProgram, config: Any) -> Any:
-        """Appends the step that packs the weight; where the packed filter lies."""
+        """Appends the step that packs the weight; the filter that convolutions take."""
         conv = program.problem.conv
         assert conv is not None
-        filter = program.scratch(0, config.filter_bytes)
-        program.compiled.before(
-            self.room.PackFilter(
-                config,
-                source=filter_source(conv),
-                weight=program.weight,
-                filter=filter,
-            )
+        reads_weight = self.reads_weight(program.problem, config)
+        return packed_filter(
+            self.room, program, config, filter_source(conv), reads_weight=reads_weight
         )
-        return filter
 
     def convolve(
         self,

@@ -170,7 +170,7 @@ cudaGraphExec_t Replays::capture(std::function<void(cudaStream_t)> const& launch
   cudaGraphExec_t result = nullptr;
   std::size_t nodes = 0;
   bool const ended = cudaStreamEndCapture(stream.get(), &graph) == cudaSuccess;
-  if (launches && ended && cudaGraphGetNodes(graph, nullptr, &nodes) == cudaSuccess && nodes > 1 &&
+  if (launches && ended && cudaGraphGetNodes(graph, nullptr, &nodes) == cudaSuccess && nodes > 0 &&
       cudaGraphInstantiate(&result, graph, 0) != cudaSuccess) {
     result = nullptr;
   }

@@ -29,7 +29,9 @@ bool Config::reads_weight(FilterSource const& weight) const {
     return row->shape.columns <= kMostBoxExtent && weight.stride_c == 1 &&
            whole(weight.tap_stride()) && whole(weight.stride_k);
   }
-  return schedule.line > 0 && weight.stride_k == 1 && weight.k % schedule.line == 0 &&
+  // Copies of shorter lines take longer than packing does, where each tile has its own.
+  int const shortest = row->shape.stationary ? kGranule : kMostLine / 2;
+  return schedule.line >= shortest && weight.stride_k == 1 && weight.k % schedule.line == 0 &&
          (weight.taps() == 1 || whole(weight.tap_stride())) && whole(weight.stride_c);
 }
 

@@ -8,13 +8,15 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from problems import group_norm_stage
 from test_taps import H200, Sizes, element_bytes, random_sizes
 from test_taps_sm90 import phases_of
 
-from fusedconv import _C, Norm
+from fusedconv import _C, Norm, hypothetical
+from fusedconv.benchmark import DTYPES
 from fusedconv.kernels.cuda.boxes_costs import COSTS
 from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
 from fusedconv.kernels.cuda.convolution import CHUNK_BYTES as MOST_SCRATCH
@@ -103,6 +105,62 @@ def test_boxes_hold_every_position(kernel, seed):
         assert config.launch_tiles(batch) == math.ceil(boxes / kernel.row.boxes)
         if kernel.row.segments > 1 and made.output_layout == "nchw":
             assert box[2] in (8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_each_phase_has_its_taps_of_the_filter(kernel, seed):
+    sizes, _, config = drawn(kernel, seed)
+    filter_taps, last = iter(config.filter_taps), (1, 1, *sizes.kernel)[-3:]
+    axes = list(zip(sizes.stride, sizes.padding, sizes.dilation, strict=True))
+    for first, count, first_tap, taps in config.sets:
+        for tap in range(first_tap, first_tap + taps):
+            for i in range(count):
+                if not config.masks[tap] >> i & 1:
+                    continue
+                place = [int(n) for n in np.unravel_index(next(filter_taps), last)]
+                residues, shifts = config.phases[first + i], config.shifts[tap]
+                places = zip(residues, shifts, place, strict=True)
+                # Output r + stride q reads input q + shift by that tap.
+                for (stride, padding, dilation), (r, shift, t) in zip(
+                    axes, list(places)[-len(axes) :], strict=True
+                ):
+                    assert dilation * t == r + padding - stride * shift
+    assert next(filter_taps, None) is None
+    line = config.line
+    assert (line > 0) == (element_bytes(kernel) == 2)
+    if line:
+        assert config.segment % line == 0
+        assert line in (8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("weight_layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3])
+@pytest.mark.parametrize("out", [64, 40, 17])
+@pytest.mark.parametrize(
+    ("kernel", "shortest"),
+    [
+        pytest.param(kernel, 8 if kernel.row.stationary else 32, id=kernel.name)
+        for kernel in KERNELS
+        if kernel.row.segments == 1 and kernel.row.columns <= 128
+    ],
+)
+def test_a_weight_whose_output_channels_are_beside_each_other_is_read_as_it_lies(
+    kernel, shortest, out, kernel_size, weight_layout
+):
+    """In 16 bits, lines of so many; of one tap both layouts are one."""
+    explicit = "tf32" if kernel.precision == "tf32" else None
+    made = hypothetical.problem(
+        batch=8, channels=64, out_channels=out, spatial=(16, 16), kernel_size=kernel_size,
+        stride=2, dtype=DTYPES[kernel.precision], precision=explicit, device="cuda",
+        layout="nhwc", weight_layout=weight_layout,
+    )  # fmt: skip
+    if not kernel.supports(made, H200):
+        pytest.skip("such a filter does not stay in shared memory")
+    pack = next(step for step in kernel.compile(made, H200).steps if step.startswith("pack filter"))
+    beside = kernel.precision != "tf32" and (weight_layout == "nhwc" or kernel_size == 1)
+    as_it_lies = beside and math.gcd(out, 64) >= shortest
+    assert pack.endswith("if the weight begins at no multiple of 16 bytes") == as_it_lies
 
 
 def _boxes(whole: tuple[int, ...], box: list[int]) -> int:

@@ -54,8 +54,8 @@ void bind_program(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("present", &Operand::present);
   using conv::FilterOperand;
-  py::class_<FilterOperand>(m, "FilterOperand",
-                            "A packed filter or, in its place, a weight that a config reads_weight.")
+  py::class_<FilterOperand>(
+      m, "FilterOperand", "A packed filter or, in its place, a weight that a config reads_weight.")
       .def(py::init<Operand>(), py::arg("packed"))
       .def(py::init<Operand, Operand, conv::FilterSource const&>(), py::arg("packed"),
            py::kw_only(), py::arg("weight"), py::arg("source"),

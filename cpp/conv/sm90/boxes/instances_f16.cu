@@ -18,7 +18,9 @@ void append_f16(std::vector<Row>& rows) {
   append_row<Math::kF16, Shape{.columns = 128, .segments = 2, .planes = true, .residents = 2}>(
       rows);
   append_row<Math::kF16, Shape{.columns = 64, .segments = 2, .planes = true, .residents = 2}>(rows);
-  append_row<Math::kF16, Shape{.columns = 256, .segments = 8, .alike = 4}>(rows);
+  append_row<Math::kF16, Shape{.columns = 128, .segments = 2, .residents = 2, .halo = true}>(rows);
+  append_row<Math::kF16,
+             Shape{.columns = 128, .segments = 8, .residents = 2, .alike = 4, .halo = true}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

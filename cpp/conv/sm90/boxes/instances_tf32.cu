@@ -13,11 +13,12 @@ void append_tf32(std::vector<Row>& rows) {
   append_row<Math::kTf32, Shape{.columns = 128, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 64, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .segments = 2, .residents = 2}>(rows);
-  append_row<Math::kTf32, Shape{.columns = 96, .segments = 2, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 64, .segments = 2, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .residents = 2, .halo = true}>(rows);
   append_row<Math::kTf32, Shape{.columns = 128, .segments = 4, .residents = 2}>(rows);
   append_row<Math::kTf32, Shape{.columns = 256, .segments = 8, .alike = 4}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 128, .segments = 2, .residents = 2, .halo = true}>(rows);
+  append_row<Math::kTf32, Shape{.columns = 96, .segments = 2, .residents = 2, .halo = true}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

@@ -27,7 +27,7 @@ struct PackParams {
   // channels, output_channels: the source's; padded: output channels of all blocks.
   int taps, channels, output_channels, padded_channels;
   int segment, channel_blocks, chunks;
-  int line;  // columns, where the filter is lines
+  int line;                                       // columns, where the filter is lines
   int first_row[kMostPhases], rows[kMostPhases];  // by set
   TapPlace places[kMostFilterTaps];
 
@@ -278,8 +278,7 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   // Of rows or of any order a thread has a piece.
   bool const runs = order == Order::kRuns || order == Order::kTapsFirst;
   bool const lines = s.line > 0, together = lines && loads_taps(source, weight, element);
-  int64_t const count =
-      (lines ? together : runs) ? s.filter_pieces / kRun : s.filter_pieces;
+  int64_t const count = (lines ? together : runs) ? s.filter_pieces / kRun : s.filter_pieces;
   int64_t const wanted = ceil_div(count, kPackThreads);
   bool const strides = order == Order::kAny && !lines;
   int const blocks = int(strides ? std::min<int64_t>(wanted, kMaxBlocks) : wanted);

@@ -140,7 +140,7 @@ int64_t work_of(Schedule const& s) {
   return work * s.channel_blocks;
 }
 
-// Boxes with halos, of as few slabs as there are.
+// Boxes with halos, of as few slabs as there are, and of these the smallest.
 Slabs halo_slabs(Schedule const& s, int64_t batch) {
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
@@ -156,7 +156,8 @@ Slabs halo_slabs(Schedule const& s, int64_t batch) {
       slabs.count[axis] = int(ceil_div(s.axes[axis].positions, box[axis]));
     }
     slabs.count[kMaxAxes] = int(ceil_div(batch, box[kMaxAxes]));
-    if (slabs.all() >= fewest) continue;
+    if (slabs.all() > fewest) continue;
+    if (slabs.all() == fewest && slabs.copied() >= best.copied()) continue;
     fewest = slabs.all();
     best = slabs;
   }

@@ -146,10 +146,10 @@ struct Schedule {
   Support support;
   std::array<Axis, kMaxAxes> axes;  // of what is written, where it is gathered
   Direction direction = Direction::kScatters;
-  std::vector<Residues> phases;           // of the output, by set
-  std::vector<PhaseSet> sets;             // those with the most taps first
-  std::vector<Tap> taps;                  // by set: input position less the output's
-  std::vector<uint16_t> masks;            // of each tap: bits of the set's phases with it
+  std::vector<Residues> phases;  // of the output, by set
+  std::vector<PhaseSet> sets;    // those with the most taps first
+  std::vector<Tap> taps;         // by set: input position less the output's
+  std::vector<uint16_t> masks;   // of each tap: bits of the set's phases with it
   // The filter's taps of these phases in turn, where it scatters, and which is the first by tap.
   std::vector<uint16_t> filter_taps, first_filter_taps;
   std::vector<Residues> sources;          // phases of an input that is gathered from

@@ -16,8 +16,8 @@ namespace fusedconv::conv::sm90::boxes {
 class ConvolveNormalizing final : public Step {
  public:
   ConvolveNormalizing(Config const& config, GroupNormProblem const& norm, Operand input,
-                      FilterOperand const& filter, Operand bias, Operand statistics,
-                      Operand weight, Operand norm_bias, Operand output)
+                      FilterOperand const& filter, Operand bias, Operand statistics, Operand weight,
+                      Operand norm_bias, Operand output)
       : config_(served(config)),
         norm_(matching(config, norm)),
         input_(input),

@@ -27,20 +27,20 @@ static_assert((kConsumers * kConsumerRegisters + kCopyRegisters) * kWarpgroupThr
 // positions and by columns.
 template <Math kMath, int kColumns, gmma::Major kPositions, gmma::Major kFilter>
 struct Instruction;
-#define FUSEDCONV_INSTRUCTION(columns)                                          \
-  template <>                                                                   \
-  struct Instruction<Math::kTf32, columns, gmma::Major::K, gmma::Major::K> {    \
-    using Element = float;                                                      \
-    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                 \
-  };                                                                            \
-  template <gmma::Major kPositions, gmma::Major kFilter>                        \
-  struct Instruction<Math::kF16, columns, kPositions, kFilter> {                \
-    using Element = __half;                                                     \
-    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kPositions, kFilter>;  \
-  };                                                                            \
-  template <gmma::Major kPositions, gmma::Major kFilter>                        \
-  struct Instruction<Math::kBF16, columns, kPositions, kFilter> {               \
-    using Element = __nv_bfloat16;                                              \
+#define FUSEDCONV_INSTRUCTION(columns)                                           \
+  template <>                                                                    \
+  struct Instruction<Math::kTf32, columns, gmma::Major::K, gmma::Major::K> {     \
+    using Element = float;                                                       \
+    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                  \
+  };                                                                             \
+  template <gmma::Major kPositions, gmma::Major kFilter>                         \
+  struct Instruction<Math::kF16, columns, kPositions, kFilter> {                 \
+    using Element = __half;                                                      \
+    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kPositions, kFilter>;   \
+  };                                                                             \
+  template <gmma::Major kPositions, gmma::Major kFilter>                         \
+  struct Instruction<Math::kBF16, columns, kPositions, kFilter> {                \
+    using Element = __nv_bfloat16;                                               \
     using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<kPositions, kFilter>; \
   };
 FUSEDCONV_INSTRUCTION(256)

@@ -12,6 +12,8 @@ GroupNorm's moments are taken in the epilogue, in 16 bits by part of the rows. W
 is asked for and products take less than memory, it is convolved twice: for the moments, of which
 nothing is stored, and with the normalisation in the epilogue.
 
+In 16 bits a weight that is channels last is read as it lies, else it is packed first.
+
 Copies start at whole 16 bytes: shifted by a pixel along width they read channels last. So inputs in
 NCHW are transposed first, unless the filter is as large as its stride; outputs where the row has
 one phase in a block. Pixels that are not whole 16 bytes are padded in front and cut behind.

@@ -229,7 +229,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
         event.name
         for event in sorted(recorded.events(), key=lambda event: event.time_range.start)
         if event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.name.startswith(("Memset", "Memcpy"))
+        and not event.name.startswith(("Memset", "memset", "Memcpy"))  # memset: a graph's
         and not re.fullmatch(r"fusedconv::[\w +]+", event.name)  # the plan's range
     ]
 

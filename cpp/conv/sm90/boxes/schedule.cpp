@@ -178,6 +178,9 @@ Support add_halos(Schedule& s) {
       s.reach[axis] = std::max(s.reach[axis], high - low);
     }
   }
+  if (s.reach == std::array<int, kMaxAxes>{}) {
+    return Support::no("its taps of a plane read the same positions");
+  }
   constexpr int kMostReach = kMostBoxExtent - kSlab;
   if (int const reach = std::max(s.reach[1], s.reach[2]); reach > kMostReach) {
     return Support::no(detail::join("its taps reach ", reach, " positions further along an axis, ",

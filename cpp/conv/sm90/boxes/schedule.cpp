@@ -140,8 +140,9 @@ int64_t work_of(Schedule const& s) {
   return work * s.channel_blocks;
 }
 
-// Boxes with halos, of as few slabs as there are, and of these the smallest.
-Slabs halo_slabs(Schedule const& s, int64_t batch) {
+// Boxes with halos of `most` positions at most: of as few slabs as there are, and of these the
+// smallest. None where all have more.
+Slabs halo_slabs(Schedule const& s, int64_t batch, int most) {
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
   int const lines = kSlab / kHaloLine;
@@ -156,12 +157,19 @@ Slabs halo_slabs(Schedule const& s, int64_t batch) {
       slabs.count[axis] = int(ceil_div(s.axes[axis].positions, box[axis]));
     }
     slabs.count[kMaxAxes] = int(ceil_div(batch, box[kMaxAxes]));
-    if (slabs.all() > fewest) continue;
+    if (slabs.copied() > most || slabs.all() > fewest) continue;
     if (slabs.all() == fewest && slabs.copied() >= best.copied()) continue;
     fewest = slabs.all();
     best = slabs;
   }
   return best;
+}
+
+// Those of twice a slab at most, where there are any: a few slabs less are not worth larger ones.
+Slabs halo_slabs(Schedule const& s, int64_t batch) {
+  Slabs const small = halo_slabs(s, batch, 2 * kSlab);
+  return small.positions() == kSlab ? small
+                                    : halo_slabs(s, batch, std::numeric_limits<int>::max());
 }
 
 // How far boxes with halos reach along height and width, for all taps of a plane, and what room
@@ -177,9 +185,6 @@ Support add_halos(Schedule& s) {
       set.lowest[axis] = int16_t(low);
       s.reach[axis] = std::max(s.reach[axis], high - low);
     }
-  }
-  if (s.reach == std::array<int, kMaxAxes>{}) {
-    return Support::no("its taps of a plane read the same positions");
   }
   constexpr int kMostReach = kMostBoxExtent - kSlab;
   if (int const reach = std::max(s.reach[1], s.reach[2]); reach > kMostReach) {

@@ -45,8 +45,9 @@ class CostConstants:
     #: what one group does, by columns and bytes of an element.
     turns: Mapping[tuple[int, int], float]
     #: Where a box has what all taps read: all of a tile, over what the rest says, by bytes of an
-    #: element.
+    #: element, and where no tap reads more than the slab.
     halo: Mapping[int, float]
+    no_halo: float
     #: Where the filter stays: a step beside its products; what a tile's epilogue takes of others'
     #: time, over a group of warps' own, by bytes of an element.
     kept_step: float
@@ -70,7 +71,7 @@ class CostConstants:
 #: than the best. What moments and GroupNorm add is of seven layers on an H100. Turns, norms over
 #: channels and what is hidden are of ten layers on another H200; turns, halos and filters that stay
 #: of 15 layers, channels last but two, on a third, where the cheapest row takes 0.6 % longer than
-#: the best.
+#: the best. Halos of no reach are of two layers on a fourth.
 COSTS = CostConstants(
     products={1: 0.90, 2: 1.14, 4: 1.25},
     copied=0.0131,
@@ -86,6 +87,7 @@ COSTS = CostConstants(
     shorter={2: 1.0, 4: 0.83},
     turns={(256, 4): 0.94, (384, 2): 1.2, (384, 4): 1.1},
     halo={2: 0.94, 4: 0.98},
+    no_halo=1.1,
     kept_step=40.0,
     kept_epilogue={2: 0.42, 4: 0.64},
     kept_moved={2: 0.9, 4: 1.0},
@@ -143,7 +145,10 @@ def tile_cycles(work: Work, costs: CostConstants) -> float:
     products *= costs.shared_products[parts]
     epilogue *= costs.shared_epilogue[work.layout, size]
     total = max(products, epilogue) + costs.shorter[size] * min(products, epilogue)
-    return total * costs.halo[size] if row.halo else total
+    if not row.halo:
+        return total
+    slab_bytes = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes
+    return total * (costs.halo[size] if config.halo_bytes > slab_bytes else costs.no_halo)
 
 
 def _box_taps(config: Any) -> frozenset[int]:

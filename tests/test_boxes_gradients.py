@@ -397,10 +397,23 @@ def test_a_weight_has_the_configs_channels_or_those_that_are_padded_to_them(room
 def test_steps_that_touch_the_weight_itself_refuse_one_that_lies_otherwise():
     case = forward((3, 5), batch=1)
     kernel, asked = kernel_of("bf16"), backward_problem(case, "input", "weight")
-    sums, sums_row = kernel._weight(asked, H200)
+    (gathers, row), (sums, sums_row) = kernel._input(asked, H200), kernel._weight(asked, H200)
     slot, room = _C.Operand(), _C.sm90.boxes
     first = _C.Program(0, 1, 0).tensor(0, 0)
     weight = _C.FilterSource(c=40, k=72, taps=(1, 4, 4), strides=(16, 640, 0, 4, 1))
+
+    def convolve(source):
+        filter = _C.FilterOperand(slot, weight=first, source=source)
+        return room.Convolve(
+            gathers, activation=_C.Activation.identity, activates_output=True, input=slot,
+            filter=filter, bias=slot, output=slot, partials=slot,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match=f"{row.name}: whether the weight is read .*got 0"):
+        convolve(weight)
+    fewer = _C.FilterSource(c=40, k=72, taps=(1, 4, 3), strides=(12, 480, 0, 3, 1))
+    with pytest.raises(ValueError, match=f"{row.name}: taps along width: got 3, expected 4"):
+        convolve(fewer)
 
     def make(**places):
         return room.weight.SumProducts(sums, input=slot, grad_output=slot, target=weight, **places)

@@ -439,6 +439,23 @@ def test_a_weight_is_packed_however_it_lies(precision, channels, out, kernel_siz
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_an_expanded_weight_is_packed(precision, force):
+    """One that has the same values for all channels and taps, with strides of 0."""
+    force("boxes_sm90,boxes_gradients_sm90")
+    dtype = DTYPES[precision]
+    x = torch.rand(3, 64, 6, 8, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn(1, 64, 1, 1, device="cuda").to(dtype).expand(64, 64, 3, 3)
+    y = conv_transpose_act_norm(x, weight, None, 2, 1)
+    (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    wide = x.detach().double().requires_grad_()
+    exact = F.conv_transpose2d(wide, weight.double(), None, 2, 1)
+    (expected,) = torch.autograd.grad(exact, wide, torch.ones_like(exact))
+    for ours, reference in ((y, exact), (found, expected)):
+        assert relative_error(ours, reference) <= (1e-3 if precision == "tf32" else 8e-3)
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_many_samples(layout, force):
     """Boxes of several samples, the last of which holds fewer."""

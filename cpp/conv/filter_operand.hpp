@@ -32,6 +32,7 @@ class FilterOperand {
 
   Operand packed() const { return packed_; }
   Operand weight() const { return weight_; }
+  std::optional<FilterSource> const& source() const { return source_; }
 
   // Fills a launch's arguments.
   template <class Config, class Arguments>

@@ -103,6 +103,20 @@ FilterSource const& matching(Config const& config, FilterSource const& source) {
   return source;
 }
 
+// Whether a config's kernels read some weights as they lie.
+template <class Config>
+inline constexpr bool kReadsWeight = requires { requires Config::kReadsWeight; };
+
+template <class Config>
+FilterOperand const& matching(Config const& config, FilterOperand const& filter) {
+  if (!filter.source()) return filter;
+  bool reads = false;
+  if constexpr (kReadsWeight<Config>)
+    reads = config.reads_weight(matching(config, *filter.source()));
+  expect(config, "whether the weight is read as it lies", reads, true);
+  return filter;
+}
+
 template <class Config>
 GroupNormProblem const& matching(Config const& config, GroupNormProblem const& problem) {
   expect<Config, int64_t>(config, "channels", problem.channels, output_channels_of(config));
@@ -115,10 +129,6 @@ inline GroupNormProblem with_batch(GroupNormProblem problem, int64_t batch) {
   problem.batch = batch;
   return problem;
 }
-
-// Whether a config's kernels read some weights as they lie.
-template <class Config>
-inline constexpr bool kReadsWeight = requires { requires Config::kReadsWeight; };
 
 // weight to filter, config.schedule.filter_bytes of them; nothing where the convolution reads the
 // weight as it lies.
@@ -202,7 +212,7 @@ class Convolve final : public Step {
         activation_(activation),
         activates_output_(activates_output),
         input_(input),
-        filter_(filter),
+        filter_(matching(config, filter)),
         bias_(bias),
         output_(output),
         partials_(partials),
@@ -216,8 +226,6 @@ class Convolve final : public Step {
     expect(config, "saved", saved.present(), saved.present() && kSaves<Config>);
     bool const scales = scale.present() || shift.present();
     expect(config, "scale and shift", scales, scales && kScales<Config>);
-    bool const reads = filter.weight().present();
-    expect(config, "weight as it lies", reads, reads && kReadsWeight<Config>);
     if constexpr (!kTakesMoments<Config>) {
       expect(config, "partials", partials.present(), false);
       expect(config, "activates_output", activates_output, true);

@@ -20,10 +20,11 @@ Config::Config(Row const& row, Problem const& problem, Device const& device, Dir
       schedule(schedule_of(problem, direction, row.math, row.shape, device)) {}
 
 bool Config::reads_weight(FilterSource const& weight) const {
+  // A stride of a tensor map, which an expanded weight has none of.
   auto const whole = [&](int64_t elements) {
-    return elements * traits().element_bytes() % kPieceBytes == 0;
+    return elements > 0 && elements * traits().element_bytes() % kPieceBytes == 0;
   };
-  // Taps are one axis of a tensor map.
+  // Taps are one axis of it.
   if (!taps_follow(weight, weight.tap_stride())) return false;
   if (schedule.direction == Direction::kGathers) {
     return row->shape.columns <= kMostBoxExtent && weight.stride_c == 1 &&

@@ -168,8 +168,7 @@ Slabs halo_slabs(Schedule const& s, int64_t batch, int most) {
 // Those of twice a slab at most, where there are any: a few slabs less are not worth larger ones.
 Slabs halo_slabs(Schedule const& s, int64_t batch) {
   Slabs const small = halo_slabs(s, batch, 2 * kSlab);
-  return small.positions() == kSlab ? small
-                                    : halo_slabs(s, batch, std::numeric_limits<int>::max());
+  return small.positions() == kSlab ? small : halo_slabs(s, batch, std::numeric_limits<int>::max());
 }
 
 // How far boxes with halos reach along height and width, for all taps of a plane, and what room

@@ -21,7 +21,7 @@ class ConvolveNormalizing final : public Step {
       : config_(served(config)),
         norm_(matching(config, norm)),
         input_(input),
-        filter_(filter),
+        filter_(matching(config, filter)),
         bias_(bias),
         statistics_(statistics),
         weight_(weight),

@@ -17,8 +17,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
@@ -167,11 +165,6 @@ class BoxesGradients(BackwardKernel):
             [(input_config(index, *served), rows[index]) for index in self._input_rows],
             lambda config, row: input_cycles(config, row, forward, device, COSTS),
         )
-
-    def reads_weight(self, problem: BackwardProblem, device: Device) -> bool:
-        """Whether the input's gradient takes the weight as it lies, from an address that is a
-        multiple of 16 bytes."""
-        return reads_weight(self._input(problem, device)[0], problem.forward)
 
     def _weight(self, problem: BackwardProblem, device: Device) -> tuple[Any, Any]:
         """The config and row for the weight's gradient, likewise."""
@@ -366,7 +359,6 @@ class BoxesGradientsPlan(BackwardPlan):
         self.kernel = kernel.name
         self.problem = problem
         self._program = kernel.build(problem, device)
-        self._reads_weight = "input" in problem.gradients and kernel.reads_weight(problem, device)
         self._grad_layout = result_layout(grad_layout(problem))
         self._input_layout = result_layout(forward.layout)
         # Each with the strides that it is allocated with.
@@ -389,13 +381,7 @@ class BoxesGradientsPlan(BackwardPlan):
         slots[INPUT] = grad
         grad_input = grad_weight = grad_bias = None
         if "input" in wanted:
-            slots[WEIGHT] = weight = tensors.weight
-            assert weight is not None
-            if self._reads_weight and weight.data_ptr() % LINE_BYTES:
-                like = torch.empty_strided(
-                    weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
-                )
-                slots[WEIGHT] = like.copy_(weight)
+            slots[WEIGHT] = tensors.weight
             slots[OUTPUT] = grad_input = empty(*self._input, grad.dtype)
         if "weight" in wanted:
             x = dense(tensors.input, self._input_layout)

@@ -375,8 +375,10 @@ class BoxesSm90(TapsRow):
             milliseconds = self._launch_milliseconds(problem, device, costs, stored, moments)
             passes = self._passes_of_one(problem, device)
             beside = self.milliseconds_beside(problem, device, chunks, passes)
-            if not packs:
+            if chunks and not packs:
                 beside -= device.launch_milliseconds
+        if chunks and not packs:
+            milliseconds -= costs.behind_packing * 1e3 / device.clock_hertz
         if takes_moments:
             # Partial moments, read as sectors of which a group may have a part.
             partials = 2 * problem.batch * config.partial_bytes_per_sample

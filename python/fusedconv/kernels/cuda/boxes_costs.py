@@ -54,9 +54,10 @@ class CostConstants:
     kept_epilogue: Mapping[int, float]
     #: Where bytes bound that, over what they take elsewhere.
     kept_moved: Mapping[int, float]
-    #: A launch beside these, and what of it waits for the pass that packs the filter.
+    #: A launch beside these, and what of it waits for a pass in front that packs the filter or
+    #: rewrites the input.
     launch: float
-    behind_packing: float
+    behind_pass: float
     #: All of it where bytes bound it, over their time at copy rate, and what of the shorter of the
     #: two adds to the longer.
     moved: float
@@ -72,8 +73,8 @@ class CostConstants:
 #: than the best. What moments and GroupNorm add is of seven layers on an H100. Turns, norms over
 #: channels and what is hidden are of ten layers on another H200; turns, halos and filters that stay
 #: of 15 layers, channels last but two, on a third, where the cheapest row takes 0.6 % longer than
-#: the best. Halos of no reach are of two layers on a fourth, what is behind packing of 20 small
-#: layers in bf16, whose weights are read as they lie, on another.
+#: the best. Halos of no reach are of two layers on a fourth, what waits for a pass of 20
+#: small layers channels last in bf16, whose weights are read as they lie, on another.
 COSTS = CostConstants(
     products={1: 0.90, 2: 1.14, 4: 1.25},
     copied=0.0131,
@@ -94,7 +95,7 @@ COSTS = CostConstants(
     kept_epilogue={2: 0.42, 4: 0.64},
     kept_moved={2: 0.9, 4: 1.0},
     launch=9000.0,
-    behind_packing=5700.0,
+    behind_pass=5700.0,
     moved=1.42,
     hidden=0.02,
     transposed=1.5,

@@ -377,8 +377,8 @@ class BoxesSm90(TapsRow):
             beside = self.milliseconds_beside(problem, device, chunks, passes)
             if chunks and not packs:
                 beside -= device.launch_milliseconds
-        if chunks and not packs:
-            milliseconds -= costs.behind_packing * 1e3 / device.clock_hertz
+        if chunks and not packs and not self._rewrites_input(problem):
+            milliseconds -= costs.behind_pass * 1e3 / device.clock_hertz
         if takes_moments:
             # Partial moments, read as sectors of which a group may have a part.
             partials = 2 * problem.batch * config.partial_bytes_per_sample

@@ -90,6 +90,7 @@ USE_COMPILED = {
     "kernels.cuda.boxes_gradients",
     "kernels.cuda.boxes_sm90",
     "kernels.cuda.clusters_sm90",
+    "kernels.cuda.col2im_sm90",
     "kernels.cuda.convolution",
     "kernels.cuda.depthwise",
     "kernels.cuda.direct",

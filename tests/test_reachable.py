@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "taps_sm80": 80,
     "boxes_sm90": 90,
     "clusters_sm90": 90,
+    "col2im_sm90": 90,
     "taps_sm90": 90,
     "depthwise": 90,
     "groupnorm_cuda": 90,

@@ -31,6 +31,7 @@ KERNELS = [
     (r"sm90_boxes_weight_", [r"boxes::weight::sum_products"]),
     (r"sm90_boxes_", [r"boxes::convolve"]),
     (r"sm90_clusters_", [r"clusters::convolve"]),
+    (r"sm90_col2im_", [r"col2im::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),

@@ -27,6 +27,25 @@ __device__ __forceinline__ void sync_cluster() {
   wait_cluster();
 }
 
+// The same where what threads wrote before is of their own shared memory alone: the general form
+// waits for all of the thread's accesses to global memory, half a microsecond or more. For whole
+// warps, as __syncthreads() is.
+__device__ __forceinline__ void arrive_cluster_shared() {
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
+  asm volatile(
+      "fence.release.sync_restrict::shared::cta.cluster;\n"
+      "barrier.cluster.arrive.relaxed.aligned;" ::
+          : "memory");
+#else
+  arrive_cluster();
+#endif
+}
+
+// For those that have only read each other's shared memory, before it goes.
+__device__ __forceinline__ void arrive_cluster_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
 // From the shared memory of the cluster's block `rank`, where the address is the executing one's.
 __device__ __forceinline__ float4 load_of_cluster(uint32_t address, uint32_t rank) {
   float4 result;

@@ -23,7 +23,8 @@ namespace fusedconv::groupnorm {
 // input, grad_output and grad_input are dense in the problem's layout and dtype; mean and rstd are
 // the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
 // activation. Channels first, grad_input may lie in lines of so many columns, which begin at
-// multiples of pitch, whole 16 bytes; pixels are whole lines, addresses multiples of 16 bytes. Its
+// multiples of pitch, whole 16 bytes; pixels are whole lines, addresses multiples of 16 bytes. What
+// lies between a plane's lines may be written, what follows its last one is not. Its
 // sums by channel are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless
 // sums is null; channels last too, where gradients are not streamed.
 struct GradientTensors {

@@ -4,12 +4,15 @@
 // next tiles lie in the stages of a ring. The roles of a block's warps:
 //   1. One thread loads the block's tiles into the ring; of gradients it leaves beside each what
 //      the others would all have to find out.
-//   2. kWorkers threads take the block's share of each unit's statistics, and publish it.
+//   2. kWorkers threads take the block's share of each unit's statistics, and publish it; of
+//      gradients a warp beside them adds up what they took, and publishes it.
 //   3. Merging warps wait for all blocks' shares of a unit, and merge them in the same order in
 //      every block.
-//   4. kWorkers threads read each tile once more, and replace it by its result.
-//   5. One thread stores the results, which frees their stages for the loads; where they go to
-//      lines, or planes are not whole 16-byte vectors, some warps do.
+//   4. kWorkers threads read each tile once more, and replace it by its result; of gradients
+//      groups of threads do, a tile each.
+//   5. One thread stores the results, which frees their stages for the loads; where planes are not
+//      whole 16-byte vectors, some warps do. Results that go to padded lines are put together as
+//      they lie there, outside the ring, so that one thread stores them too.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -63,6 +66,12 @@ struct Stream {
   unsigned plane_vectors;
   unsigned pace;  // nanoseconds from one tile's store to the next
   int64_t unit_vectors;
+  // Where tiles are stored as they lie in padded lines, runs are cut there, and tile_vectors and
+  // run_vectors count vectors of those lines, which have so many elements; else zero.
+  unsigned line_elements;
+  unsigned line_vectors;
+  unsigned elements_inverse;  // 2^32 divided by either, rounded up
+  unsigned vectors_inverse;
 };
 
 struct StreamedConfig {

@@ -120,7 +120,7 @@ StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool 
     return config;
   }
   config.set_sizes(p, int(s.run_tiles));
-  config.channel_sums = int(s.run_tiles) * kWorkerWarps;
+  config.channel_sums = int(s.run_tiles) * (kReplacers / 32);
   return config;
 }
 

@@ -98,7 +98,10 @@ struct Extent {
   unsigned first;
   unsigned vectors;
   unsigned run;
-  int element;  // of the run that the first vector begins with, below zero if it begins before
+  int element;      // of the run that the first vector begins with, below zero if it begins before
+  unsigned skip;    // elements of the first vector before the tile's
+  unsigned count;   // the tile's elements
+  unsigned column;  // of the tile's first element, in its line
 
   __device__ __forceinline__ static Extent of(Stream const& s, unsigned tile) {
     unsigned const run = tile / s.run_tiles;
@@ -107,17 +110,38 @@ struct Extent {
     unsigned const run_first = run_begin >> s.vector_shift;
     unsigned const skew = run_begin - (run_first << s.vector_shift);
     unsigned const run_last = run_begin + s.run_elements - 1 >> s.vector_shift;
-    return {run_first + begin, min(s.tile_vectors, run_last - run_first + 1 - begin), run,
-            int(begin << s.vector_shift) - int(skew)};
+    unsigned const vectors = min(s.tile_vectors, run_last - run_first + 1 - begin);
+    int const element = int(begin << s.vector_shift) - int(skew);
+    unsigned const skip = unsigned(max(-element, 0));
+    int const end = min(element + int(vectors << s.vector_shift), int(s.run_elements));
+    return {run_first + begin, vectors, run, element, skip, unsigned(end - element) - skip, 0};
   }
 
-  // Whether a vector of the tile is not all the run's.
-  __device__ __forceinline__ bool is_ragged(Stream const& s) const {
-    return element < 0 || element + int(vectors << s.vector_shift) > int(s.run_elements);
+  // The same where runs are cut as they lie in padded lines.
+  __device__ __forceinline__ static Extent of_lines(Stream const& s, unsigned tile) {
+    unsigned const run = tile / s.run_tiles;
+    unsigned const begin = (tile - run * s.run_tiles) * s.tile_vectors;
+    unsigned const end = min(begin + s.tile_vectors, s.run_vectors);
+    auto const dense = [&](unsigned vector, unsigned& column) {
+      unsigned const line = __umulhi(vector, s.vectors_inverse);
+      column = vector - line * s.line_vectors << s.vector_shift;
+      return line * s.line_elements + column;
+    };
+    unsigned column, end_column;
+    unsigned const last = dense(end, end_column) - 1;
+    unsigned const element = dense(begin, column);
+    unsigned const run_begin = run * s.run_elements;
+    unsigned const first = run_begin + element >> s.vector_shift;
+    unsigned const skip = run_begin + element - (first << s.vector_shift);
+    return {first, (run_begin + last >> s.vector_shift) - first + 1,
+            run,   int(element - skip),
+            skip,  last + 1 - element,
+            column};
   }
-  // Whether the e-th element of the tile's i-th vector is.
+
+  // Whether the e-th element of the tile's i-th vector is the tile's.
   __device__ __forceinline__ bool has(Stream const& s, int i, int e) const {
-    return unsigned(element + (i << s.vector_shift) + e) < s.run_elements;
+    return unsigned((i << s.vector_shift) + e) - skip < count;
   }
 };
 
@@ -168,13 +192,14 @@ struct Barriers {
   }
 
   // By all threads, before the block's first barrier. readers: threads that free a stage, beside
-  // those that store it and those above.
-  __device__ __forceinline__ void init(int stages, bool is_for_warps, int readers) {
+  // those that store it and those above, of which there are so many workers for a tile.
+  __device__ __forceinline__ void init(int stages, bool is_for_warps, int readers,
+                                       int workers = kWorkers) {
     int const i = int(threadIdx.x);
     if (i < stages) {
       device::init_barrier(&full[i], 1);
-      device::init_barrier(&done[i], is_for_warps ? kWorkers : kWorkerWarps);
-      device::init_barrier(&free[i], readers + (is_for_warps ? 32 : kWorkers + 1));
+      device::init_barrier(&done[i], is_for_warps ? workers : workers / 32);
+      device::init_barrier(&free[i], readers + (is_for_warps ? 32 : workers + 1));
     }
     if (i < kUnitStages) {
       device::init_barrier(&taken[i], 1);
@@ -184,25 +209,28 @@ struct Barriers {
   }
 };
 
-// One thread loads tiles: kTensors tensors' shares side by side in a stage. announce(stage, walk,
-// extent) is called before, for who waits for the tile.
-template <int kTensors, class Announce>
+// One thread loads tiles: kTensors tensors' shares side by side in a stage, of what extent_of(tile)
+// says. announce(stage, walk, extent) is called before, for who waits for the tile.
+template <int kTensors, class ExtentOf, class Announce>
 __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
                                            Barriers& barriers, unsigned char* ring,
-                                           Announce const& announce) {
+                                           ExtentOf const& extent_of, Announce const& announce) {
   uint32_t const base = device::shared_address(ring);
   device::RingCursor cursor;
   device::RingCursor landed;
   int issued = 0;
   Walk far(s);
-  for (int i = 0; i < kTilesToL2; ++i) far.advance(s);
-  for (Walk walk(s); walk.valid(s); walk.advance(s), far.advance(s), ++issued) {
+  static_assert(kTilesToL2 == 1, "the tile after the one that is loaded");
+  Extent ahead = extent_of(far.tile);
+  for (Walk walk(s); walk.valid(s); walk = far, ++issued) {
+    Extent const extent = ahead;
+    far.advance(s);
     if (far.valid(s)) {
-      Extent const extent = Extent::of(s, far.tile);
+      ahead = extent_of(far.tile);
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        device::bulk_prefetch(inputs[t] + far.unit * s.unit_vectors + extent.first,
-                              extent.vectors * 16);
+        device::bulk_prefetch(inputs[t] + far.unit * s.unit_vectors + ahead.first,
+                              ahead.vectors * 16);
       }
     }
     if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);
@@ -210,7 +238,6 @@ __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors
       device::wait(&barriers.full[landed.stage], landed.parity);
       landed.advance(s.stages);
     }
-    Extent const extent = Extent::of(s, walk.tile);
     announce(cursor.stage, walk, extent);
     device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * extent.vectors * 16);
 #pragma unroll

@@ -227,8 +227,10 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     merge_units(stream, thread / 32 - 2 * kWorkerWarps, 16.0f / sizeof(T), eps, shared, words,
                 saved);
   } else if (thread == 2 * kWorkers + kMergers * 32) {
-    device_stream::load_tiles<1>({input}, stream, shared.barriers, ring,
-                                 [](int, Walk const&, Extent const&) {});
+    device_stream::load_tiles<1>(
+        {input}, stream, shared.barriers, ring,
+        [&](unsigned tile) { return Extent::of(stream, tile); },
+        [](int, Walk const&, Extent const&) {});
   } else if (thread == 2 * kWorkers + (kMergers + 1) * 32) {
     device_stream::store_tiles(output, stream, shared.barriers, ring);
   }

@@ -6,8 +6,9 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
-#include "groupnorm/gradient_device.hpp"
+#include "groupnorm/gradient_images.hpp"
 #include "groupnorm/gradient_lines.hpp"
+#include "groupnorm/gradient_tiles.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/stream_device.hpp"
 
@@ -29,160 +30,92 @@ using device_stream::Words;
 constexpr int kStoreWarps = 4;
 // Else a warp might take the end of a stage's use for that of its next one.
 static_assert(kStoreWarps <= kTilesToShared);
-constexpr int kThreadsPerBlock = 2 * kWorkers + 2 * 32 + kStoreWarps * 32;
-// A stage holds a tile of the input and, beside it, of the gradient.
-constexpr int kTileVectors = kStageVectors / kStreamedTensors;  // of a thread, of each
-constexpr int kTileBytes = kStageBytes / kStreamedTensors;
+constexpr int kFirstAlone = kSummers + kReplacerGroups * kReplacers;  // thread of no such group
+constexpr int kThreadsPerBlock = kFirstAlone + 3 * 32 + kStoreWarps * 32;
 
-// A stage's tile, as the thread that loads it leaves it for all who wait for it.
-struct alignas(16) Tile {
-  Channel channel;
-  Extent extent;
-  unsigned unit;
-  unsigned index;  // in the unit
-  bool is_last;    // of the block's in the unit
-  bool is_ragged;  // begins or ends within a vector
-};
-
-struct GradientShared {
-  device_stream::Barriers barriers;
-  Tile tiles[kMaxStages];
-  GroupTerms terms[kUnitStages];
-  float2 partial[2][kWorkers];
-};
-static_assert(sizeof(GradientShared) <= static_shared_bytes(kStreamedTensors),
-              "what the config sets aside");
-
-// Announces tiles to others. The forward pass's statistics of the next unit are under way while a
-// unit's tiles are loaded.
-class Announcer {
- public:
-  __device__ __forceinline__ Announcer(GradientAffine const& affine, Stream const& s, Tile* tiles,
-                                       TableEntry const* table)
-      : affine_(affine), stream_(s), tiles_(tiles), table_(table), ahead_(s) {
-    if (ahead_.valid(s)) fetch();
-  }
-
-  __device__ __forceinline__ void operator()(int stage, Walk const& walk, Extent const& extent) {
-    if (walk.unit != unit_) {
-      unit_ = walk.unit;
-      mean_ = next_mean_;
-      rstd_ = next_rstd_;
-      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
-      while (ahead_.valid(stream_) && ahead_.unit == unit_) ahead_.advance(stream_);
-      if (ahead_.valid(stream_)) fetch();
-    }
-    Walk next = walk;
-    next.advance(stream_);
-    TableEntry const entry = table_[first_channel_ + extent.run];
-    tiles_[stage] = {
-        {mean_, rstd_, entry.x, entry.y}, extent, walk.unit, walk.tile, next.unit != walk.unit,
-        extent.is_ragged(stream_)};
-  }
-
- private:
-  __device__ __forceinline__ void fetch() {
-    next_mean_ = affine_.mean[ahead_.unit];
-    next_rstd_ = affine_.rstd[ahead_.unit];
-  }
-
-  GradientAffine const& affine_;
-  Stream const& stream_;
-  Tile* tiles_;
-  TableEntry const* table_;
-  Walk ahead_;
-  unsigned unit_ = ~0u;
-  unsigned first_channel_ = 0;
-  float mean_ = 0.0f, rstd_ = 0.0f, next_mean_ = 0.0f, next_rstd_ = 0.0f;
-};
-
-// Calls body with whether some of the tile's vectors are not all its own, as a type: few tiles have
-// such, and instructions that look at every element are what bounds 16 bits.
-template <class Body>
-__device__ __forceinline__ void by_edges(Tile const& tile, Body const& body) {
-  if (tile.is_ragged) {
-    body(std::true_type{});
-  } else {
-    body(std::false_type{});
-  }
-}
-
-// kWorkers threads sum g and g xhat of each tile, which has one channel, and publish the block's
-// share of each unit's weighted sums.
+// kSummers threads sum g and g xhat of each tile, which has one channel, for add_sums().
 template <class T, int kKnown>
 __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
-                                          float2* __restrict__ partials, uint64_t* words,
                                           int thread) {
   constexpr int kVector = 16 / sizeof(T);
-  constexpr int kBarrier = 1;
-  // Whether there may be an activation behind the affine map.
-  constexpr bool kIsBehind =
-      kKnown == kAnyActivation || !std::is_void_v<typename Known<kKnown>::After>;
-  int const warp = thread / 32;
-  int const lane = thread % 32;
   RingCursor cursor;
-  int unit_stage = 0;
-  int buffer = 0;
-  float2 weighted{};  // in warp 0
+  RingCursor taking;
   for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
-    unsigned char const* const stage = ring + cursor.stage * kStageBytes + thread * 16;
+    unsigned char const* const stage = ring + cursor.stage * kStageBytes;
     // Where only distances from the mean are summed, their sum is scaled.
     Channel channel = tile.channel;
-    if constexpr (!kIsBehind) channel.rstd = 1.0f;
+    if constexpr (!kIsBehind<kKnown>) channel.rstd = 1.0f;
     float2 sums{};
-    by_edges(tile, [&](auto is_ragged) {
-#pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-        int const vector = thread + i * kWorkers;
-        if (unsigned(vector) >= tile.extent.vectors) continue;
-        auto const x =
-            Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + i * kWorkers * 16));
-        auto const g = Pack<T, kVector>::load(
-            reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
-        Point points[kVector];
-        points_of<kKnown>(x, g, [&](int) { return channel; }, affine, points);
+    for_vectors<kSummers>(tile, thread, [&](int vector, bool is_ragged) {
+      auto x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
+      auto g = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+      if (is_ragged) {
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
-          if (is_ragged && !tile.extent.has(s, vector, e)) continue;
-          sums.x += points[e].gradient;
-          sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
+          if (!tile.extent.has(s, vector, e)) {
+            x.values[e] = g.values[e] = device::from_float<T>(0.0f);
+          }
         }
+      }
+      Point points[kVector];
+      points_of<kKnown>(x, g, [&](int) { return channel; }, affine, points);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        sums.x += points[e].gradient;
+        sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
       }
     });
+    wait_asleep(&shared.added[taking.stage], taking.parity ^ 1);
+    shared.partial[taking.stage][thread] = sums;
+    device::arrive(&shared.summed[taking.stage]);
+    __syncwarp();
+    if (thread % 32 == 0) device::arrive(&shared.barriers.free[cursor.stage]);
+    cursor.advance(s.stages);
+    taking.advance(kPartials);
+  }
+}
+
+// One warp adds up each tile's sums, and publishes the block's share of each unit's weighted sums.
+template <int kKnown>
+__device__ __forceinline__ void add_sums(Stream const& s, GradientShared& shared,
+                                         float2* __restrict__ partials, uint64_t* words, int lane) {
+  RingCursor cursor;
+  RingCursor adding;
+  int unit_stage = 0;
+  float2 weighted{};
+  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+    wait_asleep(&shared.summed[adding.stage], adding.parity);
+    Tile const tile = shared.tiles[cursor.stage];
+    float2 sums{};
+#pragma unroll
+    for (int i = 0; i < kSummers / 32; ++i) {
+      float2 const share = shared.partial[adding.stage][32 * i + lane];
+      sums.x += share.x;
+      sums.y += share.y;
+    }
+    device::arrive(&shared.added[adding.stage]);
     __syncwarp();
     if (lane == 0) device::arrive(&shared.barriers.free[cursor.stage]);
-    // Two buffers: warp 0 reads one while the others fill the other.
-    shared.partial[buffer][thread] = sums;
-    device::sync_threads(kBarrier, kWorkers);
-    if (warp == 0) {
-      sums = {};
-#pragma unroll
-      for (int i = 0; i < kWorkerWarps; ++i) {
-        float2 const share = shared.partial[buffer][32 * i + lane];
-        sums.x += share.x;
-        sums.y += share.y;
+    sums = warp_sum(sums);
+    if constexpr (!kIsBehind<kKnown>) sums.y *= tile.channel.rstd;
+    if (lane == 0) partials[int64_t(tile.unit) * s.tiles + tile.index] = sums;
+    weighted.x = fmaf(tile.channel.weight, sums.x, weighted.x);
+    weighted.y = fmaf(tile.channel.weight, sums.y, weighted.y);
+    if (tile.is_last) {
+      weighted = {__shfl_sync(~0u, weighted.x, 0), __shfl_sync(~0u, weighted.y, 0)};
+      if (lane < s.copies) {
+        publish(words + first_word<kSumsWords>(s, lane, tile.unit) + participant(s, tile.index),
+                weighted.x, weighted.y);
       }
-      sums = warp_sum(sums);
-      if constexpr (!kIsBehind) sums.y *= tile.channel.rstd;
-      if (lane == 0) partials[int64_t(tile.unit) * s.tiles + tile.index] = sums;
-      weighted.x = fmaf(tile.channel.weight, sums.x, weighted.x);
-      weighted.y = fmaf(tile.channel.weight, sums.y, weighted.y);
-      if (tile.is_last) {
-        weighted = {__shfl_sync(~0u, weighted.x, 0), __shfl_sync(~0u, weighted.y, 0)};
-        if (lane < s.copies) {
-          publish(words + first_word<kSumsWords>(s, lane, tile.unit) + participant(s, tile.index),
-                  weighted.x, weighted.y);
-        }
-        if (lane == 0) device::arrive(&shared.barriers.taken[unit_stage]);
-        weighted = {};
-      }
+      if (lane == 0) device::arrive(&shared.barriers.taken[unit_stage]);
+      weighted = {};
+      unit_stage = (unit_stage + 1) % kUnitStages;
     }
-    if (tile.is_last) unit_stage = (unit_stage + 1) % kUnitStages;
     cursor.advance(s.stages);
-    buffer ^= 1;
+    adding.advance(kPartials);
   }
 }
 
@@ -214,55 +147,64 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
   }
 }
 
-// kWorkers threads replace the input by its gradient, whose sums over a warp's share of each tile
-// go to `sums`, unless that is null.
+// kReplacers threads, of group `group`, replace the input by its gradient, whose sums over a warp's
+// share of each tile go to `sums`, unless that is null.
 template <class T, int kKnown>
 __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stream const& s,
                                               GradientShared& shared, unsigned char* ring,
                                               float* __restrict__ sums, bool is_for_warps,
-                                              int thread) {
+                                              int group, int thread) {
   constexpr int kVector = 16 / sizeof(T);
-  GroupTerms terms{};
   RingCursor cursor;
-  RingCursor unit;
-  bool enters = true;
-  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+  cursor.skip(group, s.stages);
+  bool const has_images = s.line_elements > 0;
+  RingCursor filling;
+  filling.skip(group, kImages);
+  int const tiles = int(device_stream::tiles_of_block(s));
+  for (int i = group; i < tiles; i += kReplacerGroups) {
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
-    if (enters) {
-      wait_asleep(&shared.barriers.merged[unit.stage], unit.parity);
-      terms = shared.terms[unit.stage];
-      unit.advance(kUnitStages);
-    }
-    enters = tile.is_last;
-    unsigned char* const stage = ring + cursor.stage * kStageBytes + thread * 16;
+    unsigned const unit = tile.ordinal % kUnitStages;
+    wait_asleep(&shared.barriers.merged[unit], tile.ordinal / kUnitStages % 2);
+    GroupTerms const terms = shared.terms[unit];
+    unsigned char* const stage = ring + cursor.stage * kStageBytes;
+    if (has_images) wait_asleep(&shared.emptied[filling.stage], filling.parity ^ 1);
+    uint32_t const image = device::shared_address(ring + s.stages * kStageBytes) +
+                           filling.stage * kImageBytes + kImageStart;
     float sum = 0.0f;
-    by_edges(tile, [&](auto is_ragged) {
-#pragma unroll
-      for (int i = 0; i < kTileVectors; ++i) {
-        int const vector = thread + i * kWorkers;
-        if (unsigned(vector) >= tile.extent.vectors) continue;
-        auto* const target = reinterpret_cast<T*>(stage + i * kWorkers * 16);
-        auto const x = Pack<T, kVector>::load(target);
-        auto const g = Pack<T, kVector>::load(
-            reinterpret_cast<T const*>(stage + kTileBytes + i * kWorkers * 16));
-        float results[kVector];
-        grad_inputs_of<kKnown>(
-            x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
-        Pack<T, kVector>::of(results).store(target);
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          if (is_ragged && !tile.extent.has(s, vector, e)) continue;
-          sum += results[e];
-        }
+    for_vectors<kReplacers>(tile, thread, [&](int vector, bool is_ragged) {
+      auto* const target = reinterpret_cast<T*>(stage + vector * 16);
+      auto const x = Pack<T, kVector>::load(target);
+      auto const g =
+          Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+      float results[kVector];
+      grad_inputs_of<kKnown>(
+          x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
+      auto const pack = Pack<T, kVector>::of(results);
+      if (!has_images) {
+        pack.store(target);
+      } else if (s.line_elements % 2 == 0) {
+        scatter<T, 2>(pack, tile, s, image, vector);
+      } else {
+        scatter<T, 1>(pack, tile, s, image, vector);
       }
+      if (is_ragged) clear_others(tile, s, vector, results);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += results[e];
     });
-    shared.barriers.finish(cursor.stage, is_for_warps);
-    cursor.advance(s.stages);
+    if (has_images) {
+      device::fence_async_proxy();
+      device::arrive(&shared.barriers.free[cursor.stage]);
+      device::arrive(&shared.filled[filling.stage]);
+      filling.step(kReplacerGroups, kImages);
+    } else {
+      shared.barriers.finish(cursor.stage, is_for_warps);
+    }
+    cursor.step(kReplacerGroups, s.stages);
     if (sums == nullptr) continue;
     sum = device::warp_total(sum);
     if (thread % 32 == 0) {
-      sums[(int64_t(tile.unit) * s.tiles + tile.index) * kWorkerWarps + thread / 32] = sum;
+      sums[(int64_t(tile.unit) * s.tiles + tile.index) * (kReplacers / 32) + thread / 32] = sum;
     }
   }
 }
@@ -283,11 +225,13 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, Strea
   int const step_vectors = 32 - step_lines * line_vectors;
   int64_t const tiles = device_stream::tiles_of_block(s);
   // A warp waits for its own tiles alone: until it has freed a tile's stage, no other tile is
-  // there, and when it waits for its next one, all before its last are finished.
+  // there. When it waits for its next one, all up to its last have landed; the tile before in the
+  // next one's stage is finished once that has landed, other groups' earlier tiles may not be.
   RingCursor cursor;
   cursor.skip(warp, s.stages);
   uint64_t latest = 0;
   for (int64_t i = warp; i < tiles; i += kStoreWarps) {
+    wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     wait_asleep(&shared.barriers.done[cursor.stage], cursor.parity);
     while (device_stream::nanoseconds() - latest < kStoreWarps * s.pace) {
     }
@@ -351,30 +295,41 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ GradientShared shared;
-  TableEntry* const table =
-      device_stream::fill_table<kThreadsPerBlock>(affine, ring + stream.stages * kStageBytes);
-  shared.barriers.init(stream.stages, lines.columns > 0, kWorkerWarps);
+  bool const has_images = stream.line_elements > 0;
+  TableEntry* const table = device_stream::fill_table<kThreadsPerBlock>(
+      affine, ring + (stream.stages + (has_images ? kImageStages : 0)) * kStageBytes);
+  shared.init(stream.stages, lines.columns > 0, has_images);
   __syncthreads();
   int const thread = int(threadIdx.x);
-  if (thread < kWorkers) {
-    replace_tiles<T, kKnown>(affine, stream, shared, ring, sums, lines.columns > 0, thread);
-  } else if (thread < 2 * kWorkers) {
-    take_sums<T, kKnown>(affine, stream, shared, ring, partials, words, thread - kWorkers);
-  } else if (thread < 2 * kWorkers + 32) {
+  if (thread < kSummers) {
+    take_sums<T, kKnown>(affine, stream, shared, ring, thread);
+  } else if (thread < kFirstAlone) {
+    replace_tiles<T, kKnown>(affine, stream, shared, ring, sums, lines.columns > 0,
+                             (thread - kSummers) / kReplacers, (thread - kSummers) % kReplacers);
+  } else if (thread < kFirstAlone + 32) {
     merge_units(stream, elements, shared, words);
-  } else if (thread == 2 * kWorkers + 32) {
+  } else if (thread >= kFirstAlone + 64 && thread < kFirstAlone + 96) {
+    add_sums<kKnown>(stream, shared, partials, words, thread % 32);
+  } else if (thread == kFirstAlone + 32) {
     Announcer announcer(affine, stream, shared.tiles, table);
     device_stream::load_tiles<kStreamedTensors>(
         {input, grad}, stream, shared.barriers, ring,
+        [&](unsigned tile) {
+          return stream.line_elements > 0 ? Extent::of_lines(stream, tile)
+                                          : Extent::of(stream, tile);
+        },
         [&](int stage, Walk const& walk, Extent const& extent) { announcer(stage, walk, extent); });
-  } else if (thread >= 2 * kWorkers + 64 && lines.columns > 0) {
+  } else if (thread >= kFirstAlone + 96 && lines.columns > 0) {
     dispatch_piece(lines, [&](auto piece) {
       store_lines<T, decltype(piece)::value>(reinterpret_cast<T*>(output), lines, stream, shared,
-                                             ring, thread / 32 - (2 * kWorkerWarps + 2),
-                                             thread % 32);
+                                             ring, (thread - kFirstAlone) / 32 - 3, thread % 32);
     });
-  } else if (thread == 2 * kWorkers + 64) {
-    device_stream::store_tiles(output, stream, shared.barriers, ring);
+  } else if (thread == kFirstAlone + 96) {
+    if (stream.line_elements > 0) {
+      store_images<T>(output, stream, shared, ring);
+    } else {
+      device_stream::store_tiles(output, stream, shared.barriers, ring);
+    }
   }
 #else
   __trap();
@@ -392,7 +347,9 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   float elements = float(p.group_size());
   // Bulk copies store dense planes, of whole vectors: else some would go to a plane's neighbours.
   Lines lines = Lines::of(p, tensors);
-  if (lines.columns == lines.pitch) {
+  if (cut_in_lines<16 / int(sizeof(T))>(s, lines)) {
+    lines = {};
+  } else if (lines.columns == lines.pitch) {
     bool const whole = p.pixels % (16 / int(sizeof(T))) == 0;
     lines = whole ? Lines{} : Lines{int(p.pixels), int(p.pixels), p.pixels};
   }

@@ -11,6 +11,12 @@ namespace fusedconv::groupnorm {
 
 inline constexpr int kStreamedTensors = 2;  // the input, and the gradient
 
+// Threads that take a tile's sums, and those that replace it, of which several groups take tiles in
+// turn: what one group does for a tile is a long chain of operations that wait for each other.
+inline constexpr int kSummers = 192;
+inline constexpr int kReplacers = 128;
+inline constexpr int kReplacerGroups = 3;
+
 struct StreamedGradientConfig : GradientBuffers {
   StreamedConfig streamed;
 };

@@ -2,142 +2,25 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "conv/few/forms.hpp"
+#include "conv/few/lines.hpp"
 #include "conv/few/params.hpp"
 #include "conv/few/products.hpp"
+#include "conv/few/staging.hpp"
+#include "conv/few/sums.hpp"
+#include "conv/round_each.hpp"
 #include "conv/segment.hpp"
 #include "cuda/async.hpp"
 #include "cuda/math.hpp"
-#include "cuda/pair.hpp"
 #include "groupnorm/affine.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::few {
 
-// A block's part of the problem.
-struct Tile {
-  int sample, channel, slot;  // the first output channel; the slot of partial moments
-  int first_plane, end_plane, first_line, end_line;  // outputs
-
-  __device__ __forceinline__ explicit Tile(Params const& p) {
-    int rest, h, d, block;
-    p.tiles_h(rest, h, int(blockIdx.x));
-    p.depth_tiles(rest, d, rest);
-    p.channel_blocks(sample, block, rest);
-    slot = d * p.tiles_h.divisor + h;
-    channel = block * kBlockChannels;
-    first_plane = d * p.planes;
-    end_plane = min(first_plane + p.planes, p.output_extent[0]);
-    first_line = h * p.lines * kStride;
-    end_line = min(first_line + p.lines * kStride, p.output_extent[1]);
-  }
-};
-
-// The taps of even and of odd outputs along an axis: `even` ones have one, of the first input that
-// a quotient meets; odd ones have the last tap of that and the first tap of the second.
-__device__ __forceinline__ constexpr int taps_of(bool odd) { return odd ? 2 : 1; }
-__device__ __forceinline__ constexpr int tap_of(bool odd, int input) {
-  return odd ? (input == 0 ? 2 : 0) : 1;
-}
-
-// Where products of a line of outputs begin in the list of weights' operands, by the parity of its
-// plane and of the line in that.
-__device__ __forceinline__ constexpr int first_product(bool odd_plane, bool odd_line) {
-  return odd_plane ? (odd_line ? 5 : 3) : (odd_line ? 1 : 0);
-}
-
-// The weights' operands to shared memory: [product, lane, parity along width, half of the channels,
-// register].
-template <Math kMath, bool kDeep>
-__device__ __forceinline__ void stage_weights(Params const& p, Tile const& tile,
-                                              uint32_t* operands) {
-  using P = Products<kMath>;
-  using T = typename P::Element;
-  T const* const weight = static_cast<T const*>(p.weight);
-  constexpr int kRegisters = kOperands * kWarp * P::kWeights;
-  for (int i = int(threadIdx.x); i < kRegisters; i += kThreads) {
-    int const word = i % P::kWeights, list = i / P::kWeights;
-    int const half = list % 2, parity = list / 2 % 2, lane = list / 4 % kWarp;
-    int const product = list / (4 * kWarp);
-    bool const odd_plane = product >= 3;
-    bool const odd_line = odd_plane ? product >= 5 : product >= 1;
-    int const number = product - first_product(odd_plane, odd_line);
-    int const z = number / taps_of(odd_line), y = number % taps_of(odd_line);
-    int const k = tile.channel + half * 8 + lane / 4;
-    device::Pack<T, P::kPerRegister> pack;
-#pragma unroll
-    for (int v = 0; v < P::kPerRegister; ++v) {
-      int neighbour, channel;
-      P::place(lane, P::kPerRegister == 1 ? word : v, neighbour, channel);
-      T value = T(0.0f);
-      bool const met = parity == 1 || neighbour == 0;
-      if (met && channel < p.channels && k < p.output_channels && (kDeep || !odd_plane)) {
-        int const t = kDeep ? tap_of(odd_plane, z) : 0;
-        value =
-            weight[channel * p.stride_c + k * p.stride_k + t * p.stride_t +
-                   tap_of(odd_line, y) * p.stride_r + tap_of(parity == 1, neighbour) * p.stride_s];
-      }
-      pack.values[v] = P::staged(value);
-    }
-    operands[i] = pack.bits[0];
-  }
-}
-
-// A plane of the input under the tile, zeros outside: [line, column, channel].
-template <Math kMath>
-__device__ __forceinline__ void stage_plane(Params const& p, Tile const& tile, int plane,
-                                            typename Products<kMath>::Element* box) {
-  using P = Products<kMath>;
-  using T = typename P::Element;
-  int const height = p.input_extent[1], width = p.input_extent[2];
-  T* const target = box + (plane & 1) * p.box_lines * p.box_columns * kMostInputs;
-  bool const inside = unsigned(plane) < unsigned(p.input_extent[0]);
-  T const* const source = static_cast<T const*>(p.input) +
-                          int64_t(tile.sample) * p.channels * p.input_pixels +
-                          int64_t(plane) * height * width;
-  for (int i = int(threadIdx.x); i < p.box_lines * p.box_columns; i += kThreads) {
-    int line, column;
-    p.columns(line, column, i);
-    int const y = tile.first_line / kStride + line + p.shift[1], x = column + p.shift[2];
-    device::Pack<T, kMostInputs> pixel;
-    if (inside && unsigned(y) < unsigned(height) && unsigned(x) < unsigned(width)) {
-#pragma unroll
-      for (int c = 0; c < kMostInputs; ++c) {
-        if (c < p.channels) pixel.values[c] = P::staged(source[c * p.input_pixels + y * width + x]);
-      }
-    }
-    pixel.store(target + i * kMostInputs);
-  }
-}
-
-// Of four channels of a lane: kSlots of two halves of a block's channels, 2 t and 2 t + 1 of each.
-inline constexpr int kSlots = 4;
-__device__ __forceinline__ int channel_of(int slot, int lane) {
-  return slot / 2 * 8 + lane % 4 * 2 + slot % 2;
-}
-
-// Sums about a shift that lanes of the same channels have in common: one of their values.
-struct LaneMoments {
-  float shift[kSlots] = {}, sum[kSlots] = {}, squares[kSlots] = {};
-  int count = 0;  // of each
-
-  __device__ __forceinline__ void begin(float const (&first)[kSlots]) {
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) shift[i] = __shfl_sync(~0u, first[i], threadIdx.x % 4);
-  }
-  __device__ __forceinline__ void add(int i, float value) {
-    float const deviation = value - shift[i];
-    sum[i] += deviation;
-    squares[i] = fmaf(deviation, deviation, squares[i]);
-  }
-};
-
-// Sixteen quotients of a line of outputs: sums by the parity along width, the half of the channels,
-// and as the instruction has them.
-using Sums = float[2][2][4];
-
 // kMoments: of which moments are taken, and what is stored is before the activation.
-template <Math kMath, bool kDeep, bool kMoments>
+template <Math kMath, bool kDeep, bool kMoments, class Known>
 class Block {
   using P = Products<kMath>;
   using T = typename P::Element;
@@ -157,8 +40,14 @@ class Block {
     for (int i = 0; i < kSlots; ++i) {
       int const k = tile_.channel + channel_of(i, lane_);
       bool const present = k < p.output_channels;
-      bias_[i] =
+      float const bias =
           present && p.bias != nullptr ? device::to_float(static_cast<T const*>(p.bias)[k]) : 0.0f;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        // In registers of their own, as the instruction has sums: else they are moved there for
+        // each.
+        asm volatile("mov.b32 %0, %1;" : "=f"(bias_[i / 2][row * 2 + i % 2]) : "f"(bias));
+      }
       if (!kMoments && p.affine.statistics != nullptr && present) {
         affine_[i] = groupnorm::ChannelAffine::of(p.affine, tile_.sample, k);
       }
@@ -170,35 +59,48 @@ class Block {
   }
 
   __device__ __forceinline__ void run() {
+    PlaneStaging<kMath> staging(p_, tile_, box_);
+    int const first_input = tile_.first_plane / kStride + p_.shift[0];
+    staging.begin(first_input);
+    staging.end(first_input);
+    __syncthreads();
+    int buffer = 0;  // for outputs: where there are two, one is read meanwhile
     for (int z = tile_.first_plane; z < tile_.end_plane; ++z) {
       bool const odd = kDeep && z % kStride != 0;
-      if (p_.output != nullptr) wait_for_stores();
-      if (z == tile_.first_plane) stage(z / kStride);
-      if (odd) stage(z / kStride + 1);
-      __syncthreads();
+      // Even planes of outputs meet one plane of inputs, the next ones this and another.
+      int const next_input = z / kStride + p_.shift[0] + 1;
+      bool const stages = kDeep && !odd && z + 1 < tile_.end_plane;
+      if (stages) staging.begin(next_input);
       T* const target = first_ + int64_t(z) * p_.output_extent[1] * p_.output_extent[2];
       int const lead = int(reinterpret_cast<uintptr_t>(target) / sizeof(T) % kVector);
+      T* const staged = staged_ + buffer * p_.staged_elements + lead;
       if (odd) {
-        if constexpr (kDeep) compute_plane<true>(z, staged_ + lead);
+        if constexpr (kDeep) compute_plane<true>(z, staged);
       } else {
-        compute_plane<false>(z, staged_ + lead);
+        compute_plane<false>(z, staged);
       }
-      if (p_.output != nullptr) store(target, staged_ + lead, lead);
+      if (stages) staging.end(next_input);
+      if (p_.output != nullptr) before_store();
+      __syncthreads();
+      if (p_.output != nullptr) store(target, staged, lead);
+      if (p_.buffers == 2) {
+        buffer ^= 1;
+      } else if (p_.output != nullptr) {
+        wait_for_stores();
+        __syncthreads();
+      }
     }
     if constexpr (kMoments) leave_moments();
-#if __CUDA_ARCH__ >= 900
-    if (p_.output != nullptr) device::wait_stores_read();
-#endif
+    if (p_.output != nullptr) wait_for_stores();
   }
 
  private:
-  __device__ __forceinline__ void stage(int quotient) const {
-    stage_plane<kMath>(p_, tile_, quotient + p_.shift[0], box_);
-  }
-
   template <bool kOddPlane>
-  __device__ __forceinline__ void compute_plane(int z, T* staged) {
+  __device__ __forceinline__ void compute_plane(int z, T const* staged) {
     int const units = p_.lines * p_.width_tiles;
+    uint32_t const lane_staged =
+        device::shared_address(staged) +
+        uint32_t(channel_of(0, lane_) * p_.staged_channel + lane_ / 4 * kStride) * sizeof(T);
 #pragma unroll 1
     for (int unit = warp_; unit < units; unit += kWarps) {
       int line, part;
@@ -214,15 +116,19 @@ class Block {
         }
       }
       int const y = tile_.first_line + line * kStride;
+      int const width = p_.output_extent[2], begin = part * kQuotients * kStride;
+      Columns const columns{begin + lane_ / 4 * kStride, width};
+      bool const whole = begin + kQuotients * kStride <= width;
+      uint32_t const at = lane_staged + uint32_t(line * kStride * width + begin) * sizeof(T);
       if (y < tile_.end_line) {
         Sums sums;
         multiply<kOddPlane, false>(inputs, sums);
-        finish(sums, staged, y, part);
+        finish(sums, at, columns, whole);
       }
       if (y + 1 < tile_.end_line) {
         Sums sums;
         multiply<kOddPlane, true>(inputs, sums);
-        finish(sums, staged, y + 1, part);
+        finish(sums, at + uint32_t(width) * sizeof(T), columns, whole);
       }
     }
   }
@@ -247,11 +153,9 @@ class Block {
             for (int i = 0; i < P::kWeights; ++i) {
               weight[i] = pack.values[(parity * 2 + half) * P::kWeights + i];
             }
-            float (&sum)[4] = sums[parity][half];
+            float (&sum)[4] = sums.values[parity][half];
             if (z + y == 0) {
-              float const bias[4] = {bias_[half * 2], bias_[half * 2 + 1], bias_[half * 2],
-                                     bias_[half * 2 + 1]};
-              P::add(sum, inputs[z][y], weight, bias);
+              P::add(sum, inputs[z][y], weight, bias_[half]);
             } else {
               P::add(sum, inputs[z][y], weight, sum);
             }
@@ -261,110 +165,70 @@ class Block {
     }
   }
 
-  // Sums of a slot: parity along width, and whether of quotients g or g + 8.
-  __device__ __forceinline__ static float& value(Sums& sums, int slot, int high, int parity) {
-    return sums[parity][slot / 2][high * 2 + slot % 2];
-  }
-
-  __device__ __forceinline__ void finish(Sums& sums, T* staged, int y, int part) {
-    int const width = p_.output_extent[2];
-    int const x = (part * kQuotients + lane_ / 4) * kStride;
-    T* const line = staged + (y - tile_.first_line) * width + x;
+  __device__ __forceinline__ void finish(Sums& sums, uint32_t staged, Columns const& columns,
+                                         bool whole) {
     if (sizeof(T) == 2 && p_.rounds) {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float& v = (&sums[0][0][0])[i];
-        v = device::as_stored<T>(v);
+      for (auto& parity : sums.values) {
+#pragma unroll
+        for (auto& half : parity) round_each<T>(half);
       }
     }
-    if (kMoments && p_.output != nullptr) stage_line(sums, line, x);
-    activate(p_.activation, sums);
+    if (kMoments && p_.output != nullptr) stage_line(sums, staged, columns, whole);
+    if constexpr (std::is_same_v<Known, Any>) {
+      activate(p_.activation, sums);
+    } else {
+      sums.each([](float& v) { v = Known::value(v); });
+    }
     if constexpr (kMoments) {
-      add_moments(sums, part, x);
+      if (!begun_) moments_of_lane_.begin(sums);
+      begun_ = true;
+      if (whole) {
+        moments_of_lane_.add<true>(sums, columns);
+      } else {
+        moments_of_lane_.add<false>(sums, columns);
+      }
     } else {
       if (p_.affine.statistics != nullptr) {
-        for_values([&](int i, int high, int parity) {
-          float& v = value(sums, i, high, parity);
-          v = fmaf(v - affine_[i].mean, affine_[i].scale, affine_[i].shift);
-        });
-        activate(p_.affine.activation_after, sums);
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            float& v = sums.at(i, j / 2, j % 2);
+            v = fmaf(v - affine_[i].mean, affine_[i].scale, affine_[i].shift);
+          }
+        }
+        if constexpr (std::is_same_v<Known, Any>) activate(p_.affine.activation_after, sums);
       }
-      stage_line(sums, line, x);
-    }
-  }
-
-  template <class Body>
-  __device__ __forceinline__ static void for_values(Body const& body) {
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) body(i, j / 2, j % 2);
+      stage_line(sums, staged, columns, whole);
     }
   }
 
   __device__ __forceinline__ static void activate(Activation activation, Sums& sums) {
     if (activation == Activation::kIdentity) return;
-    dispatch_activation(activation, [&](auto a) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        float& v = (&sums[0][0][0])[i];
-        v = device::quick_value<decltype(a)>(v);
-      }
+    dispatch_activation(activation, [&](auto form) {
+      sums.each([](float& v) { v = device::quick_value<decltype(form)>(v); });
     });
   }
 
-  __device__ __forceinline__ void add_moments(Sums& sums, int part, int x) {
-    int const width = p_.output_extent[2];
-    if (lane_moments_.count == 0 && !begun_) {
-      float first[kSlots];
-#pragma unroll
-      for (int i = 0; i < kSlots; ++i) first[i] = value(sums, i, 0, 0);
-      lane_moments_.begin(first);
-      begun_ = true;
-    }
-    if ((part + 1) * kQuotients * kStride <= width) {
-      for_values(
-          [&](int i, int high, int parity) { lane_moments_.add(i, value(sums, i, high, parity)); });
-      lane_moments_.count += 4;
+  __device__ __forceinline__ void stage_line(Sums& sums, uint32_t address, Columns const& columns,
+                                             bool whole) const {
+    StagedLine<T> const line(address, uint32_t(p_.staged_channel), columns);
+    if (whole) {
+      line.template store<true>(sums);
     } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        bool const inside = x + j / 2 * 8 * kStride + j % 2 < width;
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-          lane_moments_.add(i, inside ? value(sums, i, j / 2, j % 2) : lane_moments_.shift[i]);
-        }
-        lane_moments_.count += inside;
-      }
+      line.template store<false>(sums);
     }
   }
 
-  // Lines begin anywhere.
-  __device__ __forceinline__ void stage_line(Sums& sums, T* line, int x) const {
-    int const width = p_.output_extent[2];
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i) {
-      T* const channel = line + channel_of(i, lane_) * p_.staged_channel;
-      bool const aligned = reinterpret_cast<uintptr_t>(channel) % (2 * sizeof(T)) == 0;
-#pragma unroll
-      for (int high = 0; high < 2; ++high) {
-        T* const target = channel + high * 8 * kStride;
-        int const count = min(2, width - (x + high * 8 * kStride));
-        float const even = value(sums, i, high, 0), odd = value(sums, i, high, 1);
-        if (sizeof(T) == 2 && aligned && count == 2) {
-          if constexpr (sizeof(T) == 2) {
-            *reinterpret_cast<uint32_t*>(target) = device::from_pair<T>(even, odd);
-          }
-        } else {
-          if (count > 0) target[0] = device::from_float<T>(even);
-          if (count > 1) target[1] = device::from_float<T>(odd);
-        }
-      }
-    }
+  // Before the barrier behind what is stored: copies of the plane before have read what the next
+  // one overwrites.
+  __device__ __forceinline__ void before_store() const {
+    wait_for_stores();
+#if __CUDA_ARCH__ >= 900
+    device::fence_async_proxy();
+#endif
   }
-
-  // Two barriers of the block belong to staged outputs: one behind what is written, one before it
-  // is written again, which is that of the inputs.
   __device__ __forceinline__ void wait_for_stores() const {
 #if __CUDA_ARCH__ >= 900
     device::wait_stores_read();
@@ -378,11 +242,10 @@ class Block {
                         (lead + k * p_.staged_channel) % kVector, length};
     };
 #if __CUDA_ARCH__ >= 900
-    device::fence_async_proxy();
-    __syncthreads();
     if (int(threadIdx.x) < present) store_by_bulk(segment(int(threadIdx.x)));
 #else
-    __syncthreads();
+    // The next plane's barrier is behind these loads, and the one after it before they are
+    // overwritten.
     for (int k = warp_; k < present; k += kWarps) {
       auto const each = segment(k);
       int const vectors = (each.lead + length + kVector - 1) / kVector;
@@ -392,7 +255,7 @@ class Block {
   }
 
   __device__ __forceinline__ void leave_moments() {
-    LaneMoments& own = lane_moments_;
+    LaneMoments& own = moments_of_lane_;
     int count = own.count;
 #pragma unroll
     for (int step = 4; step < kWarp; step *= 2) {
@@ -432,16 +295,16 @@ class Block {
   T* staged_;
   T* first_;
   bool begun_ = false;
-  float bias_[kSlots];
+  float bias_[2][4];  // of halves of the channels, as products begin with them
   groupnorm::ChannelAffine affine_[kSlots];
-  LaneMoments lane_moments_;
+  LaneMoments moments_of_lane_;
 };
 
-template <Math kMath, bool kDeep, bool kMoments>
+template <Math kMath, bool kDeep, bool kMoments, class Known>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     convolve_few(__grid_constant__ Params const p) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Block<kMath, kDeep, kMoments> block(p, shared);
+  Block<kMath, kDeep, kMoments, Known> block(p, shared);
   block.run();
 }
 

@@ -10,9 +10,9 @@
 
 namespace fusedconv::conv::few {
 
-template <Math kMath, bool kDeep, bool kMoments>
+template <Math kMath, bool kDeep, bool kMoments, class Known>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &convolve_few<kMath, kDeep, kMoments>;
+  constexpr auto kernel = &convolve_few<kMath, kDeep, kMoments, Known>;
   Schedule const& s = a.config.schedule;
   int64_t const blocks = a.batch * s.sample_tiles() * s.channel_blocks;
   constexpr int64_t kMost = 0x7fffffff;
@@ -24,11 +24,29 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
+// Calls body with what a kernel knows of the activations.
+template <Math kMath, class Body>
+void dispatch_known(Arguments const& a, Body const& body) {
+  bool const normalises = a.partials != nullptr || a.norm != nullptr;
+  if (a.norm != nullptr && a.norm->activation_after != Activation::kIdentity) return body(Any());
+  switch (a.activation) {
+    case Activation::kIdentity: return body(Before<activations::Identity>());
+    case Activation::kRelu: return body(Before<activations::Relu>());
+    case Activation::kGelu: return body(Before<activations::Gelu>());
+    case Activation::kSilu:
+      if (kMath == Math::kBF16 && normalises) return body(RoughSilu());
+      return body(Before<activations::Silu>());
+    default: return body(Any());
+  }
+}
+
 template <Math kMath>
 void launch(Arguments const& a, cudaStream_t stream) {
   device::dispatch_bool(a.config.problem.axes[0].kernel > 1, [&](auto deep) {
     device::dispatch_bool(a.partials != nullptr, [&](auto moments) {
-      launch_kernel<kMath, deep.value, moments.value>(a, stream);
+      dispatch_known<kMath>(a, [&](auto known) {
+        launch_kernel<kMath, deep.value, moments.value, decltype(known)>(a, stream);
+      });
     });
   });
 }

@@ -22,7 +22,8 @@ struct Params {
   int64_t stride_c, stride_k, stride_t, stride_r, stride_s;  // of the weight
   int input_extent[kMaxAxes], output_extent[kMaxAxes], shift[kMaxAxes];
   int64_t input_pixels, output_pixels;
-  int lines, planes, tiles_d, width_tiles, box_columns, box_lines, staged_channel;
+  int lines, planes, tiles_d, width_tiles, box_columns, box_lines, staged_channel, staged_elements,
+      buffers;
   int box_bytes, operand_bytes;
   cutlass::FastDivmod tiles_h, depth_tiles, channel_blocks, columns, widths;
 
@@ -62,6 +63,8 @@ struct Params {
     p.box_columns = s.box_columns;
     p.box_lines = s.box_lines;
     p.staged_channel = s.staged_channel;
+    p.staged_elements = s.staged_elements;
+    p.buffers = s.buffers;
     p.box_bytes = s.box_bytes;
     p.operand_bytes = s.operand_bytes;
     p.tiles_h = cutlass::FastDivmod(s.tiles[1]);

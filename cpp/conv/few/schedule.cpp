@@ -81,37 +81,45 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   s.width_tiles = int(ceil_div(s.quotients[2], kQuotients));
   s.box_columns = s.width_tiles * kQuotients + 1;
   s.operand_bytes = kOperands * kWarp * 8;
-  auto const take = [&](int lines) {
+  auto const take = [&](int lines, int buffers) {
     s.lines = lines;
+    s.buffers = buffers;
     s.box_lines = lines + 1;
     s.box_bytes = int(round_up(int64_t(2) * s.box_lines * s.box_columns * kMostInputs * size, 16));
     int64_t const channel = staged_channel(int64_t(kStride) * lines * width, pixels, vector);
     int64_t const staged = round_up(kBlockChannels * channel, vector) + vector;
-    int64_t const bytes = kMomentsBytes + s.operand_bytes + s.box_bytes + staged * size;
+    int64_t const bytes = kMomentsBytes + s.operand_bytes + s.box_bytes + buffers * staged * size;
     if (bytes > device.shared_bytes) return false;
     s.staged_channel = int(channel);
+    s.staged_elements = int(staged);
     s.shared_bytes = int(bytes);
     return true;
   };
   int64_t const good = device.shared_bytes / kBlocks - kBlockBytes;
   // So many that all warps have as much to do, tiles are of equal size and few inputs are staged
   // more than once.
-  int best = 0;
+  int best = 0, buffers = 2;
   double least = 0.0;
-  for (int64_t const most : {good, int64_t(device.shared_bytes)}) {
+  struct Room {
+    int64_t bytes;
+    int buffers;
+  };
+  int64_t const all = device.shared_bytes;
+  for (Room const& room : {Room{good, 2}, Room{all, 2}, Room{all, 1}}) {
     for (int lines = 1; lines <= std::min(kMostLines, s.quotients[1]); ++lines) {
-      if (!take(lines) || s.shared_bytes > most) break;
+      if (!take(lines, room.buffers) || s.shared_bytes > room.bytes) break;
       int64_t const tiles = ceil_div(s.quotients[1], lines);
       double const rounds = double(ceil_div(int64_t(lines) * s.width_tiles, kWarps));
       double const cost = double(tiles) * (rounds + kPlaneCost);
       if (best > 0 && cost >= least) continue;
       best = lines;
+      buffers = room.buffers;
       least = cost;
     }
     if (best > 0) break;
   }
   if (best == 0) return refused("a line of outputs exceeds a multiprocessor's shared memory");
-  take(best);
+  take(best, buffers);
   s.tiles[1] = int(ceil_div(s.quotients[1], best));
   int const planes = p.axes[0].output;
   s.tiles[0] = int(ceil_div(planes, kMostPlanes));

@@ -32,7 +32,7 @@ inline constexpr int kBlockChannels = 16;  // of a block, padded likewise
 inline constexpr int kQuotients = 16;      // along width, that a warp computes at once
 inline constexpr int kStride = 2;
 inline constexpr int kTaps = 3;
-inline constexpr int kBlocks = 3;  // of a multiprocessor, as far as registers go
+inline constexpr int kBlocks = 2;  // of a multiprocessor, as far as registers go
 // Of a block's channels: 9 products' operands, for even and odd outputs and halves of the channels.
 inline constexpr int kOperands = 9 * 2 * 2;
 inline constexpr int kMomentsBytes = kWarps * kBlockChannels * 16;
@@ -49,8 +49,9 @@ struct Schedule {
   int channel_blocks = 0;
   int width_tiles = 0;  // of kQuotients
   // In shared memory: inputs of a line, lines of a plane, and elements from a channel of staged
-  // outputs to its next.
-  int box_columns = 0, box_lines = 0, staged_channel = 0;
+  // outputs to its next and from a plane's to another's.
+  int box_columns = 0, box_lines = 0, staged_channel = 0, staged_elements = 0;
+  int buffers = 0;  // for staged planes: two, or one where lines are too long
   int box_bytes = 0, operand_bytes = 0, shared_bytes = 0;
 
   int64_t sample_tiles() const { return int64_t(tiles[0]) * tiles[1]; }

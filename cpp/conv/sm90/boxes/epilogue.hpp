@@ -2,6 +2,7 @@
 // normalisation of pixels, activation, and the output.
 #pragma once
 
+#include "conv/round_each.hpp"
 #include "conv/sm90/boxes/columns.hpp"
 #include "conv/sm90/boxes/linear.hpp"
 #include "conv/sm90/boxes/moments.hpp"
@@ -24,8 +25,8 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
                                        OwnColumns<Traits, kExtra>& columns, Sums<Traits>& sums,
                                        unsigned char* shared, ColumnValues<Traits> const& values) {
   auto const round = [&] {
-    for_each_sum<Traits>(
-        sums, [](float& sum) { sum = device::as_stored<typename Traits::Element>(sum); });
+#pragma unroll
+    for (auto& instruction : sums) round_each<typename Traits::Element>(instruction);
   };
   auto const activate = [&] {
     dispatch_activation(p.activation, [&](auto form) {

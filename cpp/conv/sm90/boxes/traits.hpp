@@ -49,6 +49,7 @@ FUSEDCONV_INSTRUCTION(128)
 FUSEDCONV_INSTRUCTION(64)
 FUSEDCONV_INSTRUCTION(48)
 FUSEDCONV_INSTRUCTION(32)
+FUSEDCONV_INSTRUCTION(16)
 #undef FUSEDCONV_INSTRUCTION
 
 // kFilterLines: the filter is lines of columns, one for each channel, else rows of channels.

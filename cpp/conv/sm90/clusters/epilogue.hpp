@@ -1,5 +1,6 @@
 // From the sums of a cluster's blocks to the output: each block adds up, activates and normalises a
-// part of its slab, one value a thread at a time: small code, for the reason that staging has.
+// part of its slab, a thread one value or four neighbours at a time: small code, for the reason
+// that staging has.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,8 @@ __device__ __forceinline__ void load_columns(Params const& p, int first_column, 
   }
 }
 
-// Where an output of a block's part lies, in the tensors' order.
+// Where neighbours of a block's part lie, in the tensors' order: channels of a pixel or pixels of a
+// channel.
 struct Place {
   int column;
   int64_t index;  // in the tensor
@@ -47,111 +49,185 @@ struct Place {
       index =
           image + int64_t(slab.first_output + pixel) * p.output_channels + first_column + column;
     } else {
-      column = at / slab.outputs;
-      index = image + int64_t(first_column + column) * p.output_pixels + slab.first_output +
-              (at - column * slab.outputs);
+      int pixel;
+      (slab.is_last ? p.by_last_outputs : p.by_outputs)(column, pixel, at);
+      index = image + int64_t(first_column + column) * p.output_pixels + slab.first_output + pixel;
     }
   }
 };
 
-// The sum of the slab's shares, in their order.
-__device__ __forceinline__ float add_shares(Params const& p, float const* sum, int slab_rank) {
-  uint32_t const address = device::shared_address(sum);
+// The sums of the slab's shares, in their order.
+template <int kCount>
+__device__ __forceinline__ void add_shares(Params const& p, float const* sums, int slab_rank,
+                                           float (&values)[kCount]) {
+  uint32_t const address = device::shared_address(sums);
   // All on their way before the first is added.
-  float parts[kMostBlocks];
+  float parts[kMostBlocks][kCount];
 #pragma unroll
   for (int k = 0; k < kMostBlocks; ++k) {
-    if (k < p.shares) parts[k] = device::load_float_of_cluster(address, slab_rank + k);
+    if (k >= p.shares) continue;
+    if constexpr (kCount == 4) {
+      float4 const four = device::load_of_cluster(address, slab_rank + k);
+      parts[k][0] = four.x, parts[k][1] = four.y, parts[k][2] = four.z, parts[k][3] = four.w;
+    } else {
+      parts[k][0] = device::load_float_of_cluster(address, slab_rank + k);
+    }
   }
-  float total = parts[0];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = parts[0][i];
 #pragma unroll
   for (int k = 1; k < kMostBlocks; ++k) {
-    if (k < p.shares) total += parts[k];
+    if (k >= p.shares) continue;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] += parts[k][i];
   }
-  return total;
 }
 
-// Scales and shifts, activates and stores a result.
-template <class T>
-__device__ __forceinline__ void store_result(Params const& p, int64_t index,
-                                             groupnorm::Statistics const& group,
-                                             Column const& column, float value) {
-  auto const affine = groupnorm::ChannelAffine::of(group, column.weight, column.norm_bias);
-  float values[1] = {fmaf(value - affine.mean, affine.scale, affine.shift)};
+// Scales and shifts, activates and stores results.
+template <class T, int kCount>
+__device__ __forceinline__ void store_results(Params const& p, Place const& place,
+                                              groupnorm::Statistics const& group,
+                                              Column const* columns, float (&values)[kCount]) {
+  int const next = p.channels_last ? 1 : 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    Column const& column = columns[place.column + i * next];
+    auto const affine = groupnorm::ChannelAffine::of(group, column.weight, column.norm_bias);
+    values[i] = fmaf(values[i] - affine.mean, affine.scale, affine.shift);
+  }
   groupnorm::activate_by_call(p.after, p.quick, values);
   if (p.writes_float) {
-    static_cast<float*>(p.output)[index] = values[0];
+    device::Pack<float, kCount>::of(values).store(static_cast<float*>(p.output) + place.index);
   } else {
-    static_cast<T*>(p.output)[index] = device::from_float<T>(values[0]);
+    device::Pack<T, kCount>::of(values).store(static_cast<T*>(p.output) + place.index);
   }
 }
 
-// The moments of all blocks of the cluster, merged in a fixed order, in every thread.
-__device__ __forceinline__ groupnorm::Statistics statistics_of_cluster(
-    Params const& p, device::Moments const& moments) {
-  __shared__ alignas(16) device::Moments own;
+// The sum over a warp's lanes, in each.
+template <int kCount>
+__device__ __forceinline__ void add_lanes(float (&values)[kCount]) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(~0u, value, step);
+  }
+}
+
+// The moments of all warps of the cluster, merged in a fixed order, in every thread: about their
+// mean, of which the first one's is off by so little that a float holds it.
+__device__ __forceinline__ groupnorm::Statistics statistics_of_cluster(Params const& p,
+                                                                       device::Moments const& own) {
+  __shared__ alignas(16) device::Moments moments[kWarps];
   __shared__ groupnorm::Statistics group;
   static_assert(sizeof(device::Moments) == sizeof(float4));
-  device::Moments total = device::merge_block<kThreads>(moments);
-  if (threadIdx.x == 0) own = total;
-  device::sync_cluster();
-  if (threadIdx.x < 32) {
-    total = {};
-    if (int(threadIdx.x) < p.slabs * p.shares) {
-      float4 const part = device::load_of_cluster(device::shared_address(&own), threadIdx.x);
-      total = {part.x, part.y, part.z, part.w};
+  int const lane = int(threadIdx.x) % 32, warp = uniform(int(threadIdx.x) / 32);
+  if (lane == 0) moments[warp] = own;
+  device::arrive_cluster_shared();
+  device::wait_cluster();
+  if (warp == 0) {
+    constexpr int kMost = kMostBlocks * kWarps / 32;
+    float4 parts[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      int const part = i * 32 + lane;
+      parts[i] = {};
+      if (part < kWarps << p.log_blocks) {
+        parts[i] =
+            device::load_of_cluster(device::shared_address(&moments[part % kWarps]), part / kWarps);
+      }
     }
-    total = device::merge_warp<kMostBlocks>(total);
-    if (threadIdx.x == 0) group = device::statistics_of(total, p.eps);
+    float const reference = __shfl_sync(~0u, parts[0].y, 0);
+    float sums[2] = {};
+#pragma unroll
+    for (float4& part : parts) {
+      part.y = part.x > 0.0f ? (part.y - reference) + part.z : 0.0f;
+      sums[0] += part.x;
+      sums[1] = fmaf(part.x, part.y, sums[1]);
+    }
+    add_lanes(sums);
+    float const offset = sums[1] / sums[0];
+    float squares[1] = {};
+#pragma unroll
+    for (float4 const& part : parts) {
+      float const delta = part.y - offset;
+      squares[0] += fmaf(delta * delta, part.x, part.w);
+    }
+    add_lanes(squares);
+    if (lane == 0) {
+      group = device::statistics_of({sums[0], reference, offset, squares[0]}, p.eps);
+    }
   }
+  device::arrive_cluster_relaxed();
   __syncthreads();
   return group;
 }
 
-template <class T>
+// Ends with an arrival at the cluster's barrier: from there on this block reads nothing of others.
+template <class T, int kCount>
 __device__ __forceinline__ void finish(Params const& p, Slab const& slab, int sample,
                                        int column_block, int rank, Column const* columns,
                                        float* sums) {
   int const first_column = column_block * p.columns;
   int const all = slab.outputs * p.columns;
-  int const share = rank % p.shares;
-  int const part = (all + p.shares - 1) / p.shares;
-  int const first = share * part + int(threadIdx.x);
+  int const share = rank & (p.shares - 1);
+  int const part = (((all - 1) >> p.log_shares) + kCount) / kCount * kCount;
+  int const lane = int(threadIdx.x) % 32;
+  int const first = share * part + int(threadIdx.x) * kCount;
   int const last = min(share * part + part, all);
   groupnorm::Statistics group{.mean = 0.0f, .low = 0.0f, .rstd = 1.0f};
-  device::Moments moments;
+  device::ShiftedMoments moments;
+  float count = 0.0f;
+  // Whole warps, whose moments are about the same value.
 #pragma unroll 1
-  for (int at = first; at < last; at += kThreads) {
-    Place const place(p, slab, sample, first_column, at);
-    Column const column = columns[place.column];
-    float values[1] = {add_shares(p, sums + at, rank - share) + column.bias};
-    if (p.conv_output != nullptr) {
-      static_cast<T*>(p.conv_output)[place.index] = device::from_float<T>(values[0]);
-      // The backward pass begins with what is stored.
-      values[0] = device::as_stored<T>(values[0]);
-    }
-    groupnorm::activate_by_call(p.before, p.quick, values);
-    if (p.normalises) {
-      moments.add(values);
-      sums[at] = values[0];  // of its own part, which nobody else reads
-    } else {
-      store_result<T>(p, place.index, group, column, values[0]);
-    }
-  }
-  if (p.normalises) {
-    group = statistics_of_cluster(p, moments);
-    if (rank == 0 && threadIdx.x == 0) {
-      int64_t const index = int64_t(sample) * p.column_blocks.divisor + column_block;
-      device::store({.mean = p.mean, .rstd = p.rstd}, index, group);
-    }
-#pragma unroll 1
-    for (int at = first; at < last; at += kThreads) {
+  for (int at = first; at - lane * kCount < last; at += kThreads * kCount) {
+    float values[kCount] = {};
+    bool const inside = at < last;
+    if (inside) {
       Place const place(p, slab, sample, first_column, at);
-      store_result<T>(p, place.index, group, columns[place.column], sums[at]);
+      add_shares(p, sums + at, rank - share, values);
+      int const next = p.channels_last ? 1 : 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] += columns[place.column + i * next].bias;
+      if (p.conv_output != nullptr) {
+        device::Pack<T, kCount>::of(values).store(static_cast<T*>(p.conv_output) + place.index);
+        // The backward pass begins with what is stored.
+#pragma unroll
+        for (float& value : values) value = device::as_stored<T>(value);
+      }
+      groupnorm::activate_by_call(p.before, p.quick, values);
+      if (!p.normalises) store_results<T>(p, place, group, columns, values);
+    }
+    if (p.normalises) {
+      if (at - first == 0) moments.shift = __shfl_sync(~0u, values[0], 0);
+      if (inside) {
+        // Of its own part, which nobody else reads.
+        device::Pack<float, kCount>::of(values).store(sums + at);
+#pragma unroll
+        for (float const value : values) moments.add(value);
+        count += kCount;
+      }
     }
   }
-  // Until the others have read this block's shared memory.
-  device::sync_cluster();
+  if (!p.normalises) {
+    device::arrive_cluster_relaxed();
+    return;
+  }
+  float totals[3] = {count, moments.sum, moments.squares};
+  add_lanes(totals);
+  group = statistics_of_cluster(
+      p, totals[0] > 0.0f ? device::shifted_moments(totals[0], moments.shift, totals[1], totals[2])
+                          : device::Moments{});
+  if (rank == 0 && threadIdx.x == 0) {
+    int64_t const index = int64_t(sample) * p.column_blocks.divisor + column_block;
+    device::store({.mean = p.mean, .rstd = p.rstd}, index, group);
+  }
+#pragma unroll 1
+  for (int at = first; at < last; at += kThreads * kCount) {
+    float values[kCount];
+    device::Pack<float, kCount>::load(sums + at).to_floats(values);
+    Place const place(p, slab, sample, first_column, at);
+    store_results<T>(p, place, group, columns, values);
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::clusters

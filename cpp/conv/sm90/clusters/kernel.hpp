@@ -13,16 +13,14 @@ __global__ void __launch_bounds__(kThreads, kMostResident)
   using T = typename Instruction<kMath>::Element;
   extern __shared__ __align__(128) unsigned char shared[];
   auto* const sums = reinterpret_cast<float*>(shared + p.sums_offset);
-  int const blocks = p.slabs * p.shares;
-  int const rank = int(blockIdx.x) % blocks;  // in the cluster
+  int const rank = int(blockIdx.x) & ((1 << p.log_blocks) - 1);  // in the cluster
+  int const share = rank & (p.shares - 1);
   int sample, column_block;
-  p.column_blocks(sample, column_block, int(blockIdx.x) / blocks);
-  Slab const slab(p, rank / p.shares);
-  int const first_channel = rank % p.shares * p.share_channels;
+  p.column_blocks(sample, column_block, int(blockIdx.x) >> p.log_blocks);
+  Slab const slab(p, rank >> p.log_shares);
+  int const first_channel = share * p.share_channels;
   int const share_end = min(first_channel + p.share_channels, p.channels);
-  auto* const phases = reinterpret_cast<Phase*>(shared + p.phases_offset);
   auto* const columns = reinterpret_cast<Column*>(shared + p.columns_offset);
-  list_phases(p, phases);
 
   constexpr int kStep = kStepBytes / int(sizeof(T));
   // Copies of a chunk are under way while the one before is multiplied.
@@ -35,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, kMostResident)
     if (chunk >= 0) {
       cutlass::arch::cp_async_wait<0>();
       __syncthreads();
-      turn_chunk<T>(p, slab, shared, rows);
+      turn_chunk<kMath>(p, slab, shared, rows);
       __syncthreads();
     }
     if (int const next = first + p.chunk; chunk + 1 < p.chunks && next < share_end) {
@@ -43,12 +41,23 @@ __global__ void __launch_bounds__(kThreads, kMostResident)
                     shared, next_rows);
     }
     if (int const valid = min(p.chunk, share_end - first); chunk >= 0 && valid > 0) {
-      multiply<kMath, kTiles>(p, slab, shared, rows, phases, sums, (valid + kStep - 1) / kStep,
-                              chunk == 0);
+      multiply<kMath, kTiles>(p, slab, shared, rows, sums,
+                              int(unsigned(valid + kStep - 1) / unsigned(kStep)), chunk == 0);
     }
   }
-  device::sync_cluster();
-  finish<T>(p, slab, sample, column_block, rank, columns, sums);
+  if (p.shares > 1) {
+    device::arrive_cluster_shared();
+    device::wait_cluster();
+  } else {
+    __syncthreads();
+  }
+  if (p.vectors) {
+    finish<T, 4>(p, slab, sample, column_block, rank, columns, sums);
+  } else {
+    finish<T, 1>(p, slab, sample, column_block, rank, columns, sums);
+  }
+  // Until the others have read this block's shared memory.
+  device::wait_cluster();
 }
 
 }  // namespace fusedconv::conv::sm90::clusters

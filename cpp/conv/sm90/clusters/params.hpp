@@ -1,6 +1,8 @@
 // What the kernel is launched with, and what part of a sample a block has.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "conv/sm90/clusters/rows.hpp"
@@ -8,6 +10,14 @@
 #include "cutlass/fast_math.h"
 
 namespace fusedconv::conv::sm90::clusters {
+
+// An axis, as blocks go along it.
+struct Steps {
+  int input, output, stride;
+  int dilation;  // pixels from a tap of a phase to its next
+  // Bytes of a pixel and of a tap in shared memory, and from a tap of a phase to its next.
+  int pixel, tap, next_pixel, next_tap;
+};
 
 struct Params {
   void const* input;
@@ -19,8 +29,8 @@ struct Params {
   void* conv_output;
   float* mean;
   float* rstd;
-  Axis axes[kMaxAxes];
-  int first_phase[kMaxAxes + 1];  // of each axis in the list of all
+  Steps steps[kMaxAxes];
+  int first_phase[kMaxAxes];  // of each axis in the list of all
   FilterSource source;
   // The weight's output channels and taps, as they are copied and turned: element i of a channel's
   // is `outer` i / weight_run and `inner` i % weight_run, with strides in memory, unless taps lie
@@ -31,48 +41,69 @@ struct Params {
   bool even_taps;
   int input_bytes, weight_bytes;                    // of an access
   cutlass::FastDivmod input_pieces, weight_pieces;  // accesses of a row of what is copied
+  int inputs_at_once, weights_at_once;              // rows that all threads copy together
   int channels, output_channels, input_pixels, output_pixels;
-  int inner_inputs, inner_outputs;  // pixels of a line across the outer axis
-  int outer, slabs, shares, slab, share_channels, chunk, chunks;
+  int inner_inputs, inner_outputs;        // pixels of a line across the outer axis
+  int outer, positions, lowest, highest;  // the axis of slabs: Axis
+  int slabs, shares, slab, share_channels, chunk, chunks;
+  int log_shares, log_blocks;
   int columns, taps;
   int rows, units;  // positions of a slab; tiles of products, of all phases
-  int tap_rows;     // of the filter, from a tap to the next
   int box, pitch;
   // Of shared memory, in bytes: rows of the filter at 0, of pixels (another time for the next
-  // chunk where copies bring those), what copies bring to be turned, sums, columns, phases.
+  // chunk where copies bring those), what copies bring to be turned, sums, columns, 16 bytes that
+  // anything may be written to.
   int input_offset, next_input, raw_offset, raw_weight_pitch, raw_input_pitch, sums_offset,
-      columns_offset, phases_offset;
+      columns_offset, spare_offset;
   bool channels_last, normalises, writes_float;
+  bool vectors;  // whether results are finished four at a time
   float eps;
   Activation before, after;
   bool quick;
   DType affine_dtype;
   cutlass::FastDivmod phase_units, column_groups, phases_h, phases_w, grid_h, grid_w;
-  cutlass::FastDivmod by_columns, kernel_h, kernel_w, column_blocks;
+  cutlass::FastDivmod by_columns, by_outputs, by_last_outputs;  // of a slab, of the last one
+  cutlass::FastDivmod by_quads;                                 // of a chunk's channels
+  cutlass::FastDivmod kernel_h, kernel_w, column_blocks;
+  Phase phases[kMostPhases];
 
   static Params of(Arguments const& arguments);
 };
 
+// Of a warp's lanes all have the same value: what follows from it is computed once a warp.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// Makes the compiler keep a value, which it would compute anew in every round of a loop.
+template <class Value>
+__device__ __forceinline__ Value kept(Value value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Of a sample: positions along the outer axis with all that lies across it.
 struct Slab {
-  int first, last;            // positions
-  int first_input, inputs;    // pixels that are staged
+  int first;                  // position
+  int first_line, lines;      // that are staged
+  int first_input, inputs;    // their pixels
   int first_output, outputs;  // pixels
+  bool is_last;
 
   __device__ __forceinline__ Slab(Params const& p, int index) {
-    Axis const& axis = p.axes[p.outer];
+    Steps const& axis = p.steps[p.outer];
     first = index * p.slab;
-    last = min(first + p.slab, axis.positions);
-    int const stride = axis.problem.stride;
-    first_output = first * stride * p.inner_outputs;
-    outputs = min(last * stride, axis.problem.output) * p.inner_outputs - first_output;
-    int begin = 0, end = axis.problem.input;
+    int const last = min(first + p.slab, p.positions);
+    is_last = index == p.slabs - 1;
+    first_output = first * axis.stride * p.inner_outputs;
+    outputs = min(last * axis.stride, axis.output) * p.inner_outputs - first_output;
+    int end = axis.input;
+    first_line = 0;
     if (p.slabs > 1) {
-      begin = min(max(first + axis.lowest, 0), end);
-      end = max(min(last + axis.highest, end), begin);
+      first_line = min(max(first + p.lowest, 0), end);
+      end = max(min(last + p.highest, end), first_line);
     }
-    first_input = begin * p.inner_inputs;
-    inputs = (end - begin) * p.inner_inputs;
+    lines = end - first_line;
+    first_input = first_line * p.inner_inputs;
+    inputs = lines * p.inner_inputs;
   }
 };
 
@@ -93,11 +124,28 @@ inline Params Params::of(Arguments const& a) {
   p.mean = a.mean;
   p.rstd = a.rstd;
   p.input_pixels = p.output_pixels = 1;
+  int phases = 0;
   for (int i = 0; i < kMaxAxes; ++i) {
-    p.axes[i] = s.axes[i];
-    p.first_phase[i + 1] = p.first_phase[i] + s.axes[i].phases;
+    p.first_phase[i] = phases;
+    for (int j = 0; j < s.axes[i].phases; ++j) p.phases[phases++] = s.axes[i].phase(j);
     p.input_pixels *= c.axes[i].input;
     p.output_pixels *= c.axes[i].output;
+  }
+  // Wide, as what lies beyond a slab is never met.
+  int64_t pixel = s.memory.pitch, tap = int64_t(s.tap_rows()) * s.memory.pitch;
+  for (int i = kMaxAxes - 1; i >= 0; --i) {
+    Axis const& axis = s.axes[i];
+    AxisProblem const& own = c.axes[i];
+    p.steps[i] = {.input = own.input,
+                  .output = own.output,
+                  .stride = own.stride,
+                  .dilation = axis.sub_dilation,
+                  .pixel = int(pixel),
+                  .tap = int(tap),
+                  .next_pixel = int(axis.sub_dilation * pixel),
+                  .next_tap = int(axis.tap_step * tap)};
+    pixel *= own.input;
+    tap *= own.kernel;
   }
   p.source = w;
   p.channels = c.channels;
@@ -105,8 +153,13 @@ inline Params Params::of(Arguments const& a) {
   p.inner_inputs = p.input_pixels / c.axes[s.outer].input;
   p.inner_outputs = p.output_pixels / c.axes[s.outer].output;
   p.outer = s.outer;
+  p.positions = s.axes[s.outer].positions;
+  p.lowest = s.axes[s.outer].lowest;
+  p.highest = s.axes[s.outer].highest;
   p.slabs = s.slabs;
   p.shares = s.shares;
+  p.log_shares = std::countr_zero(unsigned(s.shares));
+  p.log_blocks = std::countr_zero(unsigned(s.blocks()));
   p.slab = s.slab;
   p.share_channels = s.share_channels;
   p.chunk = s.chunk;
@@ -125,7 +178,6 @@ inline Params Params::of(Arguments const& a) {
   p.phases_h = cutlass::FastDivmod(s.axes[1].phases);
   p.phases_w = cutlass::FastDivmod(s.axes[2].phases);
   p.taps = int(w.t * w.r * w.s);
-  p.tap_rows = s.tap_rows();
   p.box = s.box;
   p.pitch = s.memory.pitch;
   p.input_offset = s.memory.input;
@@ -135,7 +187,7 @@ inline Params Params::of(Arguments const& a) {
   p.raw_input_pitch = s.memory.raw_input_pitch;
   p.sums_offset = s.memory.sums;
   p.columns_offset = s.memory.columns;
-  p.phases_offset = s.memory.phases;
+  p.spare_offset = s.memory.spare;
   p.channels_last = c.layout == Layout::kChannelsLast;
   p.normalises = config.norm_groups > 0;
   p.writes_float = a.norm.output_dtype == DType::kFloat32;
@@ -145,9 +197,18 @@ inline Params Params::of(Arguments const& a) {
   p.quick = a.norm.quick();
   p.affine_dtype = a.norm.affine_dtype;
   p.by_columns = cutlass::FastDivmod(s.columns);
+  int const outputs =  // of a slab but the last
+      s.slabs > 1 ? s.slab * c.axes[s.outer].stride * p.inner_outputs : p.output_pixels;
+  p.by_outputs = cutlass::FastDivmod(outputs);
+  p.by_last_outputs = cutlass::FastDivmod(p.output_pixels - (s.slabs - 1) * outputs);
+  p.by_quads = cutlass::FastDivmod(s.chunk / 4);
   p.kernel_h = cutlass::FastDivmod(c.axes[1].kernel);
   p.kernel_w = cutlass::FastDivmod(c.axes[2].kernel);
   p.column_blocks = cutlass::FastDivmod(s.column_blocks);
+
+  // Four neighbours in memory: channels of a pixel, or pixels of a channel.
+  p.vectors = device::is_aligned(a.output, 16) && device::is_aligned(a.conv_output, 16) &&
+              (p.channels_last ? s.columns % 4 == 0 : p.output_pixels % 4 == 0 && outputs % 4 == 0);
 
   // Strides along axes of one element say nothing.
   int64_t const unit = w.s > 1 ? w.stride_s : (w.r > 1 ? w.stride_r : w.stride_t);
@@ -158,14 +219,14 @@ inline Params Params::of(Arguments const& a) {
     p.weight_run = cutlass::FastDivmod(s.columns);
     p.outer_stride = unit;
     p.inner_stride = w.stride_k;
-    p.outer_row = p.tap_rows;
+    p.outer_row = s.tap_rows();
     p.inner_row = 1;
   } else {
     p.weight_run = cutlass::FastDivmod(p.taps);
     p.outer_stride = w.stride_k;
     p.inner_stride = unit;
     p.outer_row = 1;
-    p.inner_row = p.tap_rows;
+    p.inner_row = s.tap_rows();
   }
   // The widest accesses that everything is a multiple of.
   auto const widest = [&](void const* base, auto const& divides) {
@@ -187,6 +248,8 @@ inline Params Params::of(Arguments const& a) {
     return columns_first && s.columns % vector == 0 && (p.taps == 1 || unit % vector == 0);
   });
   p.weight_pieces = cutlass::FastDivmod(s.columns * p.taps * element / p.weight_bytes);
+  p.inputs_at_once = std::max(1, kThreads / p.input_pieces.divisor);
+  p.weights_at_once = std::max(1, kThreads / p.weight_pieces.divisor);
   return p;
 }
 

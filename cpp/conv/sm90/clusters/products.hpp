@@ -6,21 +6,13 @@
 
 #include "conv/mma_sync.hpp"
 #include "conv/sm90/clusters/params.hpp"
+#include "cuda/async.hpp"
 
 namespace fusedconv::conv::sm90::clusters {
 
 // Steps of a split product that the tensor cores add up: what they drop of longer sums would exceed
 // the error of eager's.
 inline constexpr int kSplitSteps = 2;
-
-// The phases of all axes, by axis, in shared memory.
-__device__ __forceinline__ void list_phases(Params const& p, Phase* phases) {
-  int const index = int(threadIdx.x);
-  int const axis = (index >= p.first_phase[1]) + (index >= p.first_phase[2]);
-  if (index < p.first_phase[kMaxAxes]) {
-    phases[index] = p.axes[axis].phase(index - p.first_phase[axis]);
-  }
-}
 
 // A position of a slab, by axis: any phase's that has so many outputs. Of a row beyond the last one
 // none.
@@ -36,20 +28,23 @@ struct Position {
   }
 };
 
-// Floats to TF32.
-template <int kCount>
-__device__ __forceinline__ void round(uint32_t (&words)[kCount]) {
-#pragma unroll
-  for (uint32_t& word : words) {
-    word = __float_as_uint(device::round_to_tf32(__uint_as_float(word)));
-  }
+// As conv::load_matrices(), from an address of shared memory: pointers are turned to those anew
+// wherever they are used.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row));
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[2], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(row));
 }
 
 // Adds the products of kSteps steps, whose operands are all on their way before the first product.
 template <Math kMath, int kTiles, int kSteps>
-__device__ __forceinline__ void multiply_steps(float (&sums)[kTiles][4],
-                                               unsigned char const* pixels,
-                                               unsigned char const* filter, int pitch) {
+__device__ __forceinline__ void multiply_steps(float (&sums)[kTiles][4], uint32_t pixels,
+                                               uint32_t filter, int pitch) {
   using Mma = typename Instruction<kMath>::Mma;
   constexpr bool kSplits = kMath == Math::kTf32x3;
   constexpr int kTilesOfLoad = kTiles == 1 ? 1 : 2;
@@ -67,11 +62,9 @@ __device__ __forceinline__ void multiply_steps(float (&sums)[kTiles][4],
   for (int k = 0; k < kSteps; ++k) {
     uint32_t small_a[4], small_b[2 * kTilesOfLoad];
     if constexpr (kSplits) split(a[k], small_a);
-    if constexpr (kMath == Math::kTf32) round(a[k]);
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       if constexpr (kSplits) split(b[k][j], small_b);
-      if constexpr (kMath == Math::kTf32) round(b[k][j]);
 #pragma unroll
       for (int e = 0; e < kTilesOfLoad; ++e) {
         float (&sum)[4] = sums[j * kTilesOfLoad + e];
@@ -89,18 +82,19 @@ __device__ __forceinline__ void multiply_steps(float (&sums)[kTiles][4],
   }
 }
 
-// Adds the products of one tap.
+// Adds the products of one tap, of so many bytes of channels; `pairs` of them are whole pairs of
+// steps.
 template <Math kMath, int kTiles>
-__device__ __forceinline__ void multiply_tap(float (&sums)[kTiles][4], unsigned char const* pixels,
-                                             unsigned char const* filter, int pitch, int steps) {
+__device__ __forceinline__ void multiply_tap(float (&sums)[kTiles][4], uint32_t pixels,
+                                             uint32_t filter, int pitch, int bytes, int pairs) {
   if constexpr (kMath == Math::kTf32x3) {
 #pragma unroll 1
-    for (int first = 0; first < steps; first += kSplitSteps) {
+    for (int first = 0; first < bytes; first += kSplitSteps * kStepBytes) {
       float part[kTiles][4] = {};
 #pragma unroll
       for (int k = 0; k < kSplitSteps; ++k) {
-        if (first + k >= steps) break;
-        int const at = (first + k) * kStepBytes;
+        int const at = first + k * kStepBytes;
+        if (at >= bytes) break;
         multiply_steps<kMath, kTiles, 1>(part, pixels + at, filter + at, pitch);
       }
 #pragma unroll
@@ -111,13 +105,11 @@ __device__ __forceinline__ void multiply_tap(float (&sums)[kTiles][4], unsigned 
     }
   } else {
 #pragma unroll 1
-    for (int k = 0; k < steps / 2; ++k) {
-      int const at = k * 2 * kStepBytes;
+    for (int at = 0; at < pairs; at += 2 * kStepBytes) {
       multiply_steps<kMath, kTiles, 2>(sums, pixels + at, filter + at, pitch);
     }
-    if (steps % 2 != 0) {
-      int const at = (steps - 1) * kStepBytes;
-      multiply_steps<kMath, kTiles, 1>(sums, pixels + at, filter + at, pitch);
+    if (pairs < bytes) {
+      multiply_steps<kMath, kTiles, 1>(sums, pixels + pairs, filter + pairs, pitch);
     }
   }
 }
@@ -127,79 +119,93 @@ __device__ __forceinline__ void multiply_tap(float (&sums)[kTiles][4], unsigned 
 template <Math kMath, int kTiles>
 __device__ __forceinline__ void multiply(Params const& p, Slab const& slab,
                                          unsigned char const* shared, unsigned char const* rows,
-                                         Phase const* phases, float* sums, int steps,
-                                         bool is_first) {
+                                         float* sums, int steps, bool is_first) {
   int const lane = threadIdx.x % 32;
-  unsigned char const* const pixels = rows + lane / 16 * 16;
-  unsigned char const* const filter =
-      shared + lane / 8 % 2 * 16 + (kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8) * p.pitch;
+  int const bytes = kept(steps * kStepBytes), pairs = kept(steps / 2 * 2 * kStepBytes);
+  int const pitch = kept(p.pitch);
+  uint32_t const pixels = device::shared_address(rows) + lane / 16 * 16;
+  uint32_t const outside = kept(pixels + p.box * p.pitch);  // zeros
+  uint32_t const filter = device::shared_address(shared) + lane / 8 % 2 * 16 +
+                          (kTiles == 1 ? lane % 8 : lane / 16 * 8 + lane % 8) * p.pitch;
 #pragma unroll 1
-  for (int unit = int(threadIdx.x) / 32; unit < p.units; unit += kWarps) {
+  for (int unit = uniform(int(threadIdx.x) / 32); unit < p.units; unit += kWarps) {
     int phase, rest, tile, group, residue[kMaxAxes];
     p.phase_units(phase, rest, unit);
     p.column_groups(tile, group, rest);
     p.phases_w(rest, residue[2], phase);
     p.phases_h(residue[0], residue[1], rest);
-    Phase const depth = phases[p.first_phase[0] + residue[0]];
-    Phase const height = phases[p.first_phase[1] + residue[1]];
-    Phase const width = phases[p.first_phase[2] + residue[2]];
     int const first_column = group * kTiles * kTileColumns;
     float products[kTiles][4] = {};
     // Rows beyond the last read some pixel or none, to no effect.
-    Position const position(p, slab, tile * kTileRows + lane % 16);
-#pragma unroll 1
-    for (int i = 0; i < depth.taps; ++i) {
-      int const d = position.at[0] + depth.shift - i * p.axes[0].sub_dilation;
-      int const tap_d = depth.first_tap + i * p.axes[0].tap_step;
-#pragma unroll 1
-      for (int j = 0; j < height.taps; ++j) {
-        int const h = position.at[1] + height.shift - j * p.axes[1].sub_dilation;
-        int const tap_h = height.first_tap + j * p.axes[1].tap_step;
-        bool const line = unsigned(d) < unsigned(p.axes[0].problem.input) &&
-                          unsigned(h) < unsigned(p.axes[1].problem.input);
-        int const columns = p.axes[2].problem.input;
-        int const first = (d * p.axes[1].problem.input + h) * columns - slab.first_input;
-#pragma unroll 1
-        for (int k = 0; k < width.taps; ++k) {
-          int const w = position.at[2] + width.shift - k * p.axes[2].sub_dilation;
-          int const tap_w = width.first_tap + k * p.axes[2].tap_step;
-          int const pixel = first + w;
-          bool const inside =
-              line && unsigned(w) < unsigned(columns) && unsigned(pixel) < unsigned(slab.inputs);
-          int const tap =
-              (tap_d * p.axes[1].problem.kernel + tap_h) * p.axes[2].problem.kernel + tap_w;
-          multiply_tap<kMath, kTiles>(products, pixels + (inside ? pixel : p.box) * p.pitch,
-                                      filter + (tap * p.tap_rows + first_column) * p.pitch, p.pitch,
-                                      steps);
-        }
-      }
+    int const row = tile * kTileRows + lane % 16;
+    Position const position(p, slab, row);
+    // Input lines and pixels that the first taps meet, by axis, and where those and the taps are.
+    int taps[kMaxAxes], at[kMaxAxes];
+    uint32_t pixel = pixels, tap = filter + first_column * p.pitch;
+    bool stored = row < p.rows;
+    int output = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxAxes; ++i) {
+      Phase const own = p.phases[p.first_phase[i] + residue[i]];
+      taps[i] = own.taps;
+      at[i] = position.at[i] + own.shift - (i == p.outer ? slab.first_line : 0);
+      pixel += at[i] * p.steps[i].pixel;
+      tap += own.first_tap * p.steps[i].tap;
+      stored = stored && position.at[i] < own.outputs;
+      output = output * p.steps[i].output + position.at[i] * p.steps[i].stride + residue[i];
     }
+    output = stored ? output - slab.first_output : -1;
+    auto const lines = [&](int i) { return i == p.outer ? slab.lines : p.steps[i].input; };
+    int const depth = lines(0), height = kept(lines(1)), width = kept(lines(2));
+    int const dilation = kept(p.steps[2].dilation);
+    int const next_pixel = kept(p.steps[2].next_pixel), next_tap = kept(p.steps[2].next_tap);
+#pragma unroll 1
+    for (int i = 0; i < taps[0]; ++i) {
+      bool const plane = unsigned(at[0]) < unsigned(depth);
+      int h = at[1];
+      uint32_t line_pixel = pixel, line_tap = tap;
+#pragma unroll 1
+      for (int j = 0; j < taps[1]; ++j) {
+        bool const line = plane && unsigned(h) < unsigned(height);
+        int w = at[2];
+        uint32_t own_pixel = line_pixel, own_tap = line_tap;
+#pragma unroll 1
+        for (int k = 0; k < taps[2]; ++k) {
+          bool const inside = line && unsigned(w) < unsigned(width);
+          multiply_tap<kMath, kTiles>(products, inside ? own_pixel : outside, own_tap, pitch, bytes,
+                                      pairs);
+          w -= dilation;
+          own_pixel -= next_pixel;
+          own_tap += next_tap;
+        }
+        h -= p.steps[1].dilation;
+        line_pixel -= p.steps[1].next_pixel;
+        line_tap += p.steps[1].next_tap;
+      }
+      at[0] -= p.steps[0].dilation;
+      pixel -= p.steps[0].next_pixel;
+      tap += p.steps[0].next_tap;
+    }
+    int const pixel_stride = p.channels_last ? p.columns : 1;
+    int const column_stride = p.channels_last ? 1 : slab.outputs;
+    int const own_column = first_column + lane % 4 * 2;
+    int const columns = p.columns - own_column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int const row = tile * kTileRows + half * 8 + lane / 4;
-      Position const own(p, slab, row);
-      if (row >= p.rows || own.at[0] >= depth.outputs || own.at[1] >= height.outputs ||
-          own.at[2] >= width.outputs) {
-        continue;
-      }
-      int pixel = 0;
-#pragma unroll
-      for (int i = 0; i < kMaxAxes; ++i) {
-        AxisProblem const& axis = p.axes[i].problem;
-        pixel = pixel * axis.output + own.at[i] * axis.stride + residue[i];
-      }
-      pixel -= slab.first_output;
+      int const own_output = __shfl_sync(~0u, output, half * 8 + lane / 4);
+      if (own_output < 0) continue;
+      float* sum = sums + own_output * pixel_stride + own_column * column_stride;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          int const column = first_column + j * kTileColumns + lane % 4 * 2 + e;
-          if (column >= p.columns) continue;
-          float* const sum =
-              sums + (p.channels_last ? pixel * p.columns + column : column * slab.outputs + pixel);
-          float const product = products[j][half * 2 + e];
-          *sum = is_first ? product : *sum + product;
+          if (j * kTileColumns + e < columns) {
+            float const product = products[j][half * 2 + e];
+            float* const own = sum + e * column_stride;
+            *own = is_first ? product : *own + product;
+          }
         }
+        sum += kTileColumns * column_stride;
       }
     }
   }

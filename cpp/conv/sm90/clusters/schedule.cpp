@@ -84,15 +84,15 @@ bool fits(Schedule& s, Considered const& of) {
   int64_t const rows = filter + (twice ? 2 : 1) * input;
   // A single chunk is turned before there are sums.
   int64_t const columns = rows + (s.chunks > 1 ? raw + sums : std::max(raw, sums));
-  int64_t const phases = columns + round_up(s.columns * Memory::kColumnBytes, 16);
-  int64_t const end = phases + kMostPhases * int64_t(sizeof(Phase));
+  int64_t const spare = columns + round_up(s.columns * Memory::kColumnBytes, 16);
+  int64_t const end = spare + 16;
   if (end > of.device.shared_bytes - kReservedBytes) return false;
   m.input = int(filter);
   m.next_input = twice ? int(input) : 0;
   m.raw = int(rows);
   m.sums = int(s.chunks > 1 ? rows + raw : rows);
   m.columns = int(columns);
-  m.phases = int(phases);
+  m.spare = int(spare);
   m.end = int(end);
   s.memory = m;
   return true;

@@ -40,7 +40,9 @@ struct Memory {
   int next_input = 0;  // from those to the next chunk's, where copies bring them
   int raw = 0;         // lines of the weight, then of the input, as copies bring them
   int raw_weight_pitch = 0, raw_input_pitch = 0;
-  int sums = 0, columns = 0, phases = 0, end = 0;
+  int sums = 0, columns = 0;
+  int spare = 0;  // 16 bytes that anything may be written to
+  int end = 0;
   static constexpr int kColumnBytes = 12;
 
   // From a row to the next: an odd number of 16 bytes, so that eight rows meet all banks.

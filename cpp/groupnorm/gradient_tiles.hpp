@@ -1,0 +1,135 @@
+// What the roles of streamed gradients share: tiles, as they are announced, and barriers.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "groupnorm/gradient_device.hpp"
+#include "groupnorm/stream_device.hpp"
+#include "groupnorm/streamed_gradients.hpp"
+
+namespace fusedconv::groupnorm {
+
+// A stage holds a tile of the input and, beside it, of the gradient.
+inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
+inline constexpr int kImages = kReplacerGroups + 1;  // of tiles: see gradient_images.hpp
+inline constexpr int kPartials = 2;                  // tiles whose sums by thread are under way
+
+// Whether there may be an activation behind the affine map.
+template <int kKnown>
+inline constexpr bool kIsBehind =
+    kKnown == kAnyActivation || !std::is_void_v<typename Known<kKnown>::After>;
+
+// A stage's tile, as the thread that loads it leaves it for all who wait for it.
+struct alignas(16) Tile {
+  Channel channel;
+  device_stream::Extent extent;
+  unsigned unit;
+  unsigned index;    // in the unit
+  unsigned ordinal;  // of the unit among the block's
+  unsigned whole;    // vectors up to the last that is all the tile's
+  bool is_last;      // of the block's in the unit
+};
+
+struct GradientShared {
+  device_stream::Barriers barriers;
+  uint64_t filled[kImages];    // an image is complete
+  uint64_t emptied[kImages];   // and stored
+  uint64_t summed[kPartials];  // a tile's sums by thread are there
+  uint64_t added[kPartials];   // and read
+  Tile tiles[kMaxStages];
+  GroupTerms terms[kUnitStages];
+  float2 partial[kPartials][kSummers];
+
+  // As Barriers::init(), likewise.
+  __device__ __forceinline__ void init(int stages, bool is_for_warps, bool has_images) {
+    // Of sums, one warp reads tiles too. The store of an image does not free its tile's stage.
+    constexpr int kReaders = kSummers / 32 + 1;
+    barriers.init(stages, is_for_warps, kReaders - has_images, kReplacers);
+    int const i = int(threadIdx.x);
+    if (i < kImages) {
+      device::init_barrier(&filled[i], kReplacers);
+      device::init_barrier(&emptied[i], 1);
+    }
+    if (i < kPartials) {
+      device::init_barrier(&summed[i], kSummers);
+      device::init_barrier(&added[i], 32);
+    }
+    device::fence_async_proxy();
+  }
+};
+static_assert(sizeof(GradientShared) <= static_shared_bytes(kStreamedTensors),
+              "what the config sets aside");
+
+// Announces tiles to others. The forward pass's statistics of the next unit are under way while a
+// unit's tiles are loaded.
+class Announcer {
+ public:
+  __device__ __forceinline__ Announcer(GradientAffine const& affine, Stream const& s, Tile* tiles,
+                                       TableEntry const* table)
+      : affine_(affine), stream_(s), tiles_(tiles), table_(table), ahead_(s) {
+    if (ahead_.valid(s)) fetch();
+  }
+
+  __device__ __forceinline__ void operator()(int stage, device_stream::Walk const& walk,
+                                             device_stream::Extent const& extent) {
+    if (walk.unit != unit_) {
+      unit_ = walk.unit;
+      ++ordinal_;
+      mean_ = next_mean_;
+      rstd_ = next_rstd_;
+      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
+      while (ahead_.valid(stream_) && ahead_.unit == unit_) ahead_.advance(stream_);
+      if (ahead_.valid(stream_)) fetch();
+    }
+    device_stream::Walk next = walk;
+    next.advance(stream_);
+    TableEntry const entry = table_[first_channel_ + extent.run];
+    tiles_[stage] = {{mean_, rstd_, entry.x, entry.y},
+                     extent,
+                     walk.unit,
+                     walk.tile,
+                     ordinal_,
+                     extent.skip + extent.count >> stream_.vector_shift,
+                     next.unit != walk.unit};
+  }
+
+ private:
+  __device__ __forceinline__ void fetch() {
+    next_mean_ = affine_.mean[ahead_.unit];
+    next_rstd_ = affine_.rstd[ahead_.unit];
+  }
+
+  GradientAffine const& affine_;
+  Stream const& stream_;
+  Tile* tiles_;
+  TableEntry const* table_;
+  device_stream::Walk ahead_;
+  unsigned unit_ = ~0u;
+  unsigned ordinal_ = ~0u;
+  unsigned first_channel_ = 0;
+  float mean_ = 0.0f, rstd_ = 0.0f, next_mean_ = 0.0f, next_rstd_ = 0.0f;
+};
+
+// Calls body(vector, whether it is not all the tile's) for the thread's vectors. Not unrolled, nor
+// compiled apart for vectors that are all the tile's: warps in different roles compete for the
+// instruction caches, and that took 1.5 times as long.
+template <int kThreads, class Body>
+__device__ __forceinline__ void for_vectors(Tile const& tile, int thread, Body const& body) {
+#pragma unroll 1
+  for (unsigned vector = thread; vector < tile.extent.vectors; vector += kThreads) {
+    body(int(vector), vector >= tile.whole || (vector == 0 && tile.extent.skip > 0));
+  }
+}
+
+// Makes zeros of the elements that are not the tile's.
+template <int kVector>
+__device__ __forceinline__ void clear_others(Tile const& tile, Stream const& s, int vector,
+                                             float (&values)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    if (!tile.extent.has(s, vector, e)) values[e] = 0.0f;
+  }
+}
+
+}  // namespace fusedconv::groupnorm

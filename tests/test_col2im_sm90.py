@@ -28,7 +28,7 @@ def drawn(kernel: Col2imSm90, seed: int):
     generator = random.Random(f"{kernel.name} {seed}")
     while True:
         sizes = replace(
-            random_sizes(generator),
+            random_sizes(generator, most=60),
             groups=1,
             channels=8 * generator.randint(1, 20),
             out=generator.randint(1, 17),

@@ -161,10 +161,3 @@ def test_the_same_bits_each_time_and_in_any_batch(precision, force):
     whole = run(x, weight, bias, precision)
     assert torch.equal(whole, run(x, weight, bias, precision))
     assert torch.equal(whole[2:3], run(x[2:3], weight, bias, precision))
-
-
-@PRECISIONS
-def test_empty_batch(precision, force):
-    force("col2im_sm90")
-    x, weight, bias = layer(precision)
-    assert run(x[:0], weight, bias, precision).shape == (0, 17, 28, 28)

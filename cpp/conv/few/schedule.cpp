@@ -13,7 +13,10 @@ namespace {
 constexpr int kBlockBytes = 1 << 10;  // that the system takes of each block's shared memory
 constexpr int kMostPlanes = 16;       // of a block, where there are blocks enough
 constexpr int kMostLines = 16;
-constexpr double kPlaneCost = 0.5;  // of a plane's inputs and barriers, in units of a warp
+// Of a plane's inputs and barriers, in units of a warp, where its outputs are staged beside those
+// of the plane before, and where they wait for these.
+constexpr double kPlaneCost = 0.5;
+constexpr double kWaitingPlaneCost = 0.75;
 constexpr int64_t kMostPixels = int64_t(1) << 30;  // of a channel
 
 Schedule refused(std::string reason) {
@@ -98,23 +101,21 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   int64_t const good = device.shared_bytes / kBlocks - kBlockBytes;
   // So many that all warps have as much to do, tiles are of equal size and few inputs are staged
   // more than once.
-  int best = 0, buffers = 2;
+  int best = 0, buffers = 0;
   double least = 0.0;
-  struct Room {
-    int64_t bytes;
-    int buffers;
-  };
-  int64_t const all = device.shared_bytes;
-  for (Room const& room : {Room{good, 2}, Room{all, 2}, Room{all, 1}}) {
-    for (int lines = 1; lines <= std::min(kMostLines, s.quotients[1]); ++lines) {
-      if (!take(lines, room.buffers) || s.shared_bytes > room.bytes) break;
-      int64_t const tiles = ceil_div(s.quotients[1], lines);
-      double const rounds = double(ceil_div(int64_t(lines) * s.width_tiles, kWarps));
-      double const cost = double(tiles) * (rounds + kPlaneCost);
-      if (best > 0 && cost >= least) continue;
-      best = lines;
-      buffers = room.buffers;
-      least = cost;
+  for (int64_t const most : {good, int64_t(device.shared_bytes)}) {
+    for (int const each : {2, 1}) {
+      for (int lines = 1; lines <= std::min(kMostLines, s.quotients[1]); ++lines) {
+        if (!take(lines, each) || s.shared_bytes > most) break;
+        int64_t const tiles = ceil_div(s.quotients[1], lines);
+        double const rounds = double(ceil_div(int64_t(lines) * s.width_tiles, kWarps));
+        double const plane = each == 2 ? kPlaneCost : kWaitingPlaneCost;
+        double const cost = double(tiles) * (rounds + plane);
+        if (best > 0 && cost >= least) continue;
+        best = lines;
+        buffers = each;
+        least = cost;
+      }
     }
     if (best > 0) break;
   }

@@ -32,11 +32,7 @@ struct Maps {
 struct Barriers {
   uint64_t full[kMostStages], empty[kMostStages];
 };
-struct Reserved {
-  Barriers barriers;
-  Phase phases[kMostResidues];
-};
-static_assert(sizeof(Reserved) <= kReservedBytes);
+static_assert(sizeof(Barriers) <= kBarrierBytes);
 
 template <Math kMath_, Shape kShape_>
 struct Traits {
@@ -195,7 +191,8 @@ template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto& [barriers, phases] = *reinterpret_cast<Reserved*>(shared + p.reserved);
+  auto& barriers = *reinterpret_cast<Barriers*>(shared + p.reserved);
+  auto* const reaches = reinterpret_cast<Reach*>(shared + p.reserved + kBarrierBytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
@@ -211,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (cute::elect_one_sync()) copy_chunks<Traits>(p, maps, tile, barriers, shared);
     return;
   }
-  list_phases(p, phases);
+  list_reaches<kConsumerThreads, Traits::kShape.pitch()>(p, tile, reaches);
   Products<Traits> products[Traits::kShape.slabs];
   multiply<Traits>(p, barriers, shared, role, products);
   // All products have read the ring, where their sums go.
@@ -219,8 +216,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   float* const rows = reinterpret_cast<float*>(shared);
   leave_products<Traits>(products, role, rows);
   device::sync_threads(kConsumerBarrier, kConsumerThreads);
-  store_outputs<typename Traits::Element, kConsumerThreads, Traits::kShape.pitch()>(p, tile, phases,
-                                                                                    rows);
+  using Element = typename Traits::Element;
+  store_outputs<Element, kConsumerThreads, Traits::kShape.pitch()>(p, tile, reaches, rows);
 }
 
 }  // namespace fusedconv::conv::sm90::col2im

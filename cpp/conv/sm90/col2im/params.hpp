@@ -16,12 +16,12 @@ struct Params {
   Activation activation;
   int reserved, chunks, stages, box_positions, output_channels;
   int box[kMaxAxes], tile[kMaxAxes], output_extent[kMaxAxes];
-  int rows[kMaxAxes];     // from a position to its neighbour along an axis, in rows of products
-  int columns[kMaxAxes];  // from a tap to the next one, in columns
-  int channel_columns;    // the same of output channels
-  int first_phase[kMaxAxes];
+  int rows[kMaxAxes];         // from a position to its neighbour along an axis, in rows of products
+  int columns[kMaxAxes];      // from a tap to the next one, in columns
+  int channel_columns;        // the same of output channels
+  int first_reach[kMaxAxes];  // of an axis in the table of all
   Axis axes[kMaxAxes];
-  bool short_taps;  // at most two along height and width
+  bool short_taps;  // at most two along height and width, one along depth
   int items;        // outputs of a tile
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, strides[kMaxAxes], channels, width, height;
 
@@ -35,13 +35,12 @@ struct Params {
     p.shift = a.shift;
     p.output = a.output;
     p.activation = a.activation;
-    p.reserved = s.shared_bytes - kReservedBytes;
     p.chunks = s.chunks;
     p.stages = s.stages;
     p.output_channels = config.problem.output_channels;
     p.box_positions = s.box[0] * s.box[1] * s.box[2];
     int64_t const strides[kMaxAxes] = {source.stride_t, source.stride_r, source.stride_s};
-    int phases = 0;
+    int reaches = 0;
     p.items = p.output_channels;
     for (int i = 0; i < kMaxAxes; ++i) {
       AxisProblem const& axis = s.axes[i].problem;
@@ -51,16 +50,17 @@ struct Params {
       p.output_extent[i] = axis.output;
       // Those of axes of one tap may be anything.
       p.columns[i] = axis.kernel > 1 ? int(strides[i]) : 0;
-      p.first_phase[i] = phases;
+      p.first_reach[i] = reaches;
       p.strides[i] = cutlass::FastDivmod(axis.stride);
-      phases += s.axes[i].phases;
+      reaches += s.tile[i];
       p.items *= s.tile[i];
     }
+    p.reserved = s.shared_bytes - kBarrierBytes - int(round_up(reaches * kReachBytes, 16));
     p.channel_columns = source.k > 1 ? int(source.stride_k) : 0;
     p.rows[2] = 1;
     p.rows[1] = s.box[2];
     p.rows[0] = s.box[1] * s.box[2];
-    p.short_taps = s.axes[1].taps <= 2 && s.axes[2].taps <= 2;
+    p.short_taps = s.axes[0].taps <= 1 && s.axes[1].taps <= 2 && s.axes[2].taps <= 2;
     p.tiles_d = cutlass::FastDivmod(s.tiles[0]);
     p.tiles_h = cutlass::FastDivmod(s.tiles[1]);
     p.tiles_w = cutlass::FastDivmod(s.tiles[2]);

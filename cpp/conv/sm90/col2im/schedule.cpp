@@ -13,7 +13,7 @@ namespace {
 constexpr double kBlock = 6500.0;
 constexpr double kByte = 0.022;
 constexpr double kColumn = 4.0;
-constexpr double kOutput = 0.9;
+constexpr double kOutput = 0.7;
 constexpr int64_t kMostPixels = int64_t(1) << 30;
 constexpr int kMostBox = 256;  // of an axis of a tensor copy
 
@@ -25,13 +25,16 @@ Schedule refused(std::string reason) {
 
 // Positions of the input that tiles of so many quotients of the stride meet, at most.
 int box_of(Axis const& axis, int quotients) {
-  int const tiles = int(ceil_div(axis.positions, quotients));
+  int const input = axis.problem.input;
+  // Of two tiles at most each meets a border.
+  if (ceil_div(axis.positions, quotients) > 2) {
+    return std::min(input, quotients + axis.highest - axis.lowest);
+  }
   int result = 1;
-  // All tiles but the first and the last ones are alike.
-  for (int const tile : {0, std::min(1, tiles - 1), tiles - 1}) {
-    int const first = tile * quotients, end = std::min(first + quotients, axis.positions);
+  for (int first = 0; first < axis.positions; first += quotients) {
+    int const end = std::min(first + quotients, axis.positions);
     int const low = std::max(first + axis.lowest, 0);
-    int const high = std::min(end - 1 + axis.highest, axis.problem.input - 1);
+    int const high = std::min(end - 1 + axis.highest, input - 1);
     result = std::max(result, high - low + 1);
   }
   return result;
@@ -50,24 +53,17 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   }
   if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
   int64_t columns = p.output_channels, inputs = 1, outputs = 1;
-  int residues = 0;
   Schedule s;
   for (int a = 0; a < kMaxAxes; ++a) {
     AxisProblem const& axis = p.axes[a];
     columns *= axis.kernel;
     inputs *= axis.input;
     outputs *= axis.output;
-    if (axis.stride > kMostResidues) return refused(detail::join("stride is ", axis.stride));
     s.axes[a] = Axis::of(axis);
-    residues += s.axes[a].phases;
   }
   if (columns > shape.columns) {
     return refused(detail::join("output channels of taps are ", columns, ", up to ", shape.columns,
                                 " are served"));
-  }
-  if (residues > kMostResidues) {
-    return refused(detail::join("there are ", residues, " residues of the strides, up to ",
-                                kMostResidues, " are served"));
   }
   if (std::max(inputs, outputs) * p.output_channels > kMostPixels || inputs > kMostPixels) {
     return refused("a sample is too large");
@@ -106,12 +102,14 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.chunks = int(ceil_div(int64_t(p.channels) * size, kChunkBytes));
   s.filter_bytes = int64_t(p.channels) * s.columns * size;
   int const stage = shape.stage_bytes(size);
-  int const room = device.shared_bytes - kReservedBytes;
+  int const reserved =
+      kBarrierBytes + int(round_up((s.tile[0] + s.tile[1] + s.tile[2]) * kReachBytes, 16));
+  int const room = device.shared_bytes - reserved;
   s.stages = std::min({kMostStages, room / stage, std::max(s.chunks, 2)});
   if (s.stages < 2 || shape.products_bytes() > room) {
     return refused("a block exceeds a multiprocessor's shared memory");
   }
-  s.shared_bytes = std::max(s.stages * stage, shape.products_bytes()) + kReservedBytes;
+  s.shared_bytes = std::max(s.stages * stage, shape.products_bytes()) + reserved;
   // Products at full rate, or copies.
   double const products =
       kConsumers * shape.slabs * s.chunks * (kChunkBytes / kStepBytes) * shape.columns / 2.0;

@@ -30,8 +30,8 @@ inline constexpr int kLine = 64;         // columns that lie together of 16 bits
 inline constexpr int kMostColumns = 272;
 inline constexpr int kMostInstruction = 256;  // columns of one
 inline constexpr int kMostStages = 6;
-inline constexpr int kMostResidues = 48;        // of all axes
-inline constexpr int kReservedBytes = 1 << 10;  // behind all else, for barriers and phases
+inline constexpr int kBarrierBytes = 128;  // behind all else, and behind them:
+inline constexpr int kReachBytes = 16;     // for each output of a tile along each axis
 
 // What a compiled kernel fixes: columns (output channels of taps) and slabs of a group of warps.
 struct Shape {

@@ -35,7 +35,7 @@ MOST_BLOCKS = (1 << 31) - 1
 LAUNCH_CYCLES = 7900.0
 #: The other rows' estimates of problems that this one is for, over their times: what estimates are
 #: compared by must be alike.
-OPTIMISM = 0.65
+OPTIMISM = 0.8
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,8 +33,6 @@ def drawn(kernel: Col2imSm90, seed: int):
             channels=8 * generator.randint(1, 20),
             out=generator.randint(1, 17),
         )
-        if len(sizes.spatial) == 1:
-            continue
         made = sizes.problem(kernel, layout="nhwc", norm=None)
         if kernel.supports(made, H200):
             return sizes, made, kernel.config(made, H200)
@@ -92,6 +90,15 @@ def layer(kernel: Col2imSm90, **changes) -> object:
     return problem(**{**fields, **changes})
 
 
+def test_tiles_of_long_strides_have_room():
+    """For the table of what their outputs add up."""
+    kernel = widest("bf16")
+    made = layer(kernel, spatial=(3, 512), out=1, taps=1, stride=100, padding=0)
+    config = kernel.config(made, H200)
+    assert kernel.supports(made, H200)
+    assert config.tile[2] < made.output_spatial[1] and config.shared_bytes <= H200.shared_bytes
+
+
 def widest(precision: str) -> Col2imSm90:
     rows = [kernel for kernel in KERNELS if kernel.precision == precision]
     return max(rows, key=lambda kernel: kernel.row.columns)
@@ -105,6 +112,7 @@ def widest(precision: str) -> Col2imSm90:
         (dict(channels=509), "no whole 16 bytes"),
         (dict(out=18), "output channels of taps are 288, up to 272 are served"),
         (dict(spatial=(200, 200), taps=16, out=1, stride=1, padding=0), "reaches more positions"),
+        (dict(spatial=(2, 2), taps=1, out=1, stride=14000, padding=0), "than a block has room for"),
     ],
 )
 def test_what_is_refused(changes, reason, precision):

@@ -30,6 +30,9 @@ using device_stream::Words;
 constexpr int kStoreWarps = 4;
 // Else a warp might take the end of a stage's use for that of its next one.
 static_assert(kStoreWarps <= kTilesToShared);
+// Nor may a group that replaces every kReplacerGroups-th tile, of stages, images and units' terms.
+static_assert(kReplacerGroups <= kTilesToShared && kReplacerGroups <= kImages);
+static_assert(kMaxStages < kUnitStages);
 constexpr int kFirstAlone = kSummers + kReplacerGroups * kReplacers;  // thread of no such group
 constexpr int kThreadsPerBlock = kFirstAlone + 3 * 32 + kStoreWarps * 32;
 

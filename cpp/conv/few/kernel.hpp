@@ -176,7 +176,11 @@ class Block {
     }
     if (kMoments && p_.output != nullptr) stage_line(sums, staged, columns, whole);
     if constexpr (std::is_same_v<Known, Any>) {
-      activate(p_.activation, sums);
+      if (p_.rough) {
+        sums.each([](float& v) { v = RoughSilu::value(v); });
+      } else {
+        activate(p_.activation, sums);
+      }
     } else {
       sums.each([](float& v) { v = Known::value(v); });
     }

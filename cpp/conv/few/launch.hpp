@@ -20,21 +20,20 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
                   ", expected at most ", kMost);
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
-  device::launch(kernel, unsigned(blocks), kThreads, s.shared_bytes, stream, Params::of(a));
+  device::launch(kernel, unsigned(blocks), kThreads, s.shared_bytes, stream, Params::of<kMath>(a));
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
 // Calls body with what a kernel knows of the activations.
 template <Math kMath, class Body>
 void dispatch_known(Arguments const& a, Body const& body) {
-  bool const normalises = a.partials != nullptr || a.norm != nullptr;
   if (a.norm != nullptr && a.norm->activation_after != Activation::kIdentity) return body(Any());
   switch (a.activation) {
     case Activation::kIdentity: return body(Before<activations::Identity>());
     case Activation::kRelu: return body(Before<activations::Relu>());
     case Activation::kGelu: return body(Before<activations::Gelu>());
     case Activation::kSilu:
-      if (kMath == Math::kBF16 && normalises) return body(RoughSilu());
+      if (is_rough<kMath>(a)) return body(RoughSilu());
       return body(Before<activations::Silu>());
     default: return body(Any());
   }

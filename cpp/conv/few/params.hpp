@@ -9,6 +9,14 @@
 
 namespace fusedconv::conv::few {
 
+// Whether SiLU may be in its rough form, in both passes alike: of what is normalised in bfloat16,
+// but for a backward pass, which computes it anew of what is saved.
+template <Math kMath>
+bool is_rough(Arguments const& a) {
+  bool const normalises = a.partials != nullptr || a.norm != nullptr;
+  return kMath == Math::kBF16 && a.activation == Activation::kSilu && normalises && !a.rounds;
+}
+
 struct Params {
   void const* input;
   void const* weight;
@@ -17,7 +25,7 @@ struct Params {
   groupnorm::Partial* partials;
   groupnorm::Affine affine;  // behind the activation, where it has statistics
   Activation activation;
-  bool rounds;
+  bool rounds, rough;
   int channels, output_channels;
   int64_t stride_c, stride_k, stride_t, stride_r, stride_s;  // of the weight
   int input_extent[kMaxAxes], output_extent[kMaxAxes], shift[kMaxAxes];
@@ -27,6 +35,7 @@ struct Params {
   int box_bytes, operand_bytes;
   cutlass::FastDivmod tiles_h, depth_tiles, channel_blocks, columns, widths;
 
+  template <Math kMath>
   static Params of(Arguments const& a) {
     Config const& config = a.config;
     Schedule const& s = config.schedule;
@@ -42,6 +51,7 @@ struct Params {
     }
     p.activation = a.activation;
     p.rounds = a.rounds;
+    p.rough = is_rough<kMath>(a);
     p.channels = c.channels;
     p.output_channels = c.output_channels;
     p.stride_c = config.source.stride_c;

@@ -105,12 +105,13 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   double least = 0.0;
   for (int64_t const most : {good, int64_t(device.shared_bytes)}) {
     for (int const each : {2, 1}) {
+      bool const waits = each == 1 && p.axes[0].output > 1;
+      if (each == 2 && p.axes[0].output == 1) continue;
       for (int lines = 1; lines <= std::min(kMostLines, s.quotients[1]); ++lines) {
         if (!take(lines, each) || s.shared_bytes > most) break;
         int64_t const tiles = ceil_div(s.quotients[1], lines);
         double const rounds = double(ceil_div(int64_t(lines) * s.width_tiles, kWarps));
-        double const plane = each == 2 ? kPlaneCost : kWaitingPlaneCost;
-        double const cost = double(tiles) * (rounds + plane);
+        double const cost = double(tiles) * (rounds + (waits ? kWaitingPlaneCost : kPlaneCost));
         if (best > 0 && cost >= least) continue;
         best = lines;
         buffers = each;

@@ -21,8 +21,8 @@ struct Params {
   int channel_columns;        // the same of output channels
   int first_reach[kMaxAxes];  // of an axis in the table of all
   Axis axes[kMaxAxes];
-  bool short_taps;  // at most two along height and width, one along depth
-  int items;        // outputs of a tile
+  bool short_taps;
+  int items;  // outputs of a tile
   cutlass::FastDivmod tiles_d, tiles_h, tiles_w, strides[kMaxAxes], channels, width, height;
 
   static Params of(Arguments const& a) {
@@ -60,7 +60,7 @@ struct Params {
     p.rows[2] = 1;
     p.rows[1] = s.box[2];
     p.rows[0] = s.box[1] * s.box[2];
-    p.short_taps = s.axes[0].taps <= 1 && s.axes[1].taps <= 2 && s.axes[2].taps <= 2;
+    p.short_taps = s.has_short_taps();
     p.tiles_d = cutlass::FastDivmod(s.tiles[0]);
     p.tiles_h = cutlass::FastDivmod(s.tiles[1]);
     p.tiles_w = cutlass::FastDivmod(s.tiles[2]);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "fusedconv/check.hpp"
 
@@ -14,6 +15,7 @@ constexpr double kBlock = 6500.0;
 constexpr double kByte = 0.022;
 constexpr double kColumn = 4.0;
 constexpr double kOutput = 0.7;
+constexpr double kTap = 0.25;  // of an output whose taps are looped over, not timed
 constexpr int64_t kMostPixels = int64_t(1) << 30;
 constexpr int kMostBox = 256;  // of an axis of a tensor copy
 
@@ -38,6 +40,58 @@ int box_of(Axis const& axis, int quotients) {
     result = std::max(result, high - low + 1);
   }
   return result;
+}
+
+// How many quotients of the stride a tile along an axis may have: of each number of tiles the
+// fewest, many first.
+std::vector<int> quotients_of(Axis const& axis, int most_positions, int64_t most_outputs) {
+  std::vector<int> result;
+  auto const evened = [&](int quotients) {
+    return int(ceil_div(axis.positions, ceil_div(axis.positions, quotients)));
+  };
+  int const most = int(std::min<int64_t>(axis.positions, most_outputs / axis.problem.stride));
+  for (int each = most > 0 ? evened(most) : 0; each > 0; each = each > 1 ? evened(each - 1) : 0) {
+    if (box_of(axis, each) <= std::min(most_positions, kMostBox)) result.push_back(each);
+  }
+  return result;
+}
+
+// Cuts a sample into few tiles, then into such of small boxes; false where none has room.
+// most_reaches: outputs of a tile along all axes together.
+bool cut(Schedule& s, int most_positions, int64_t most_reaches, int channels) {
+  auto const& axes = s.axes;
+  std::array<std::vector<int>, kMaxAxes> each;
+  for (int a = 0; a < kMaxAxes; ++a) {
+    each[a] = quotients_of(axes[a], most_positions, most_reaches);
+  }
+  int64_t best = 0, least = 0;
+  for (int const d : each[0]) {
+    for (int const h : each[1]) {
+      for (int const w : each[2]) {
+        int const quotients[kMaxAxes] = {d, h, w};
+        int64_t tiles = 1, box = 1, reaches = 0, outputs = channels;
+        for (int a = 0; a < kMaxAxes; ++a) {
+          int64_t const tile = int64_t(quotients[a]) * axes[a].problem.stride;
+          tiles *= ceil_div(axes[a].positions, quotients[a]);
+          box *= box_of(axes[a], quotients[a]);
+          reaches += tile;
+          outputs *= tile;
+        }
+        if (box > most_positions || reaches > most_reaches || outputs > kMostPixels) continue;
+        if (best == 0 || tiles < best || (tiles == best && box < least)) {
+          best = tiles;
+          least = box;
+          for (int a = 0; a < kMaxAxes; ++a) {
+            s.tile[a] = quotients[a] * axes[a].problem.stride;
+            s.tiles[a] = int(ceil_div(axes[a].positions, quotients[a]));
+            s.box[a] = box_of(axes[a], quotients[a]);
+          }
+        }
+        break;  // of fewer along width there are more
+      }
+    }
+  }
+  return best > 0;
 }
 
 }  // namespace
@@ -68,55 +122,29 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   if (std::max(inputs, outputs) * p.output_channels > kMostPixels || inputs > kMostPixels) {
     return refused("a sample is too large");
   }
-  // Few blocks, then small boxes.
-  int64_t best = 0, least = 0;
-  auto const& axes = s.axes;
-  int const most = shape.positions();
-  int const whole[kMaxAxes] = {axes[0].positions, axes[1].positions, axes[2].positions};
-  for (int d = 1; d <= whole[0] && box_of(axes[0], d) <= most; ++d) {
-    int const depth = box_of(axes[0], d);
-    for (int h = 1; h <= whole[1] && depth * box_of(axes[1], h) <= most; ++h) {
-      int const plane = depth * box_of(axes[1], h);
-      int w = 0;
-      while (w < whole[2] && box_of(axes[2], w + 1) <= kMostBox &&
-             plane * box_of(axes[2], w + 1) <= most) {
-        ++w;
-      }
-      if (w == 0) continue;
-      w = int(ceil_div(whole[2], ceil_div(whole[2], w)));
-      int64_t const tiles = ceil_div(whole[0], d) * ceil_div(whole[1], h) * ceil_div(whole[2], w);
-      int64_t const box = int64_t(plane) * box_of(axes[2], w);
-      if (best > 0 && (tiles > best || (tiles == best && box >= least))) continue;
-      best = tiles;
-      least = box;
-      int const quotients[kMaxAxes] = {d, h, w};
-      for (int a = 0; a < kMaxAxes; ++a) {
-        s.tile[a] = quotients[a] * axes[a].problem.stride;
-        s.tiles[a] = int(ceil_div(whole[a], quotients[a]));
-        s.box[a] = box_of(axes[a], quotients[a]);
-      }
-    }
+  int const stage = shape.stage_bytes(size);
+  int64_t const room =
+      device.shared_bytes - kBarrierBytes - std::max(2 * stage, shape.products_bytes());
+  if (!cut(s, shape.positions(), room / kReachBytes, p.output_channels)) {
+    return refused("the filter or its stride reaches more positions than a block has room for");
   }
-  if (best == 0) return refused("the filter reaches more positions than a block has");
   s.columns = int(round_up(columns, vector));
   s.chunks = int(ceil_div(int64_t(p.channels) * size, kChunkBytes));
   s.filter_bytes = int64_t(p.channels) * s.columns * size;
-  int const stage = shape.stage_bytes(size);
   int const reserved =
       kBarrierBytes + int(round_up((s.tile[0] + s.tile[1] + s.tile[2]) * kReachBytes, 16));
-  int const room = device.shared_bytes - reserved;
-  s.stages = std::min({kMostStages, room / stage, std::max(s.chunks, 2)});
-  if (s.stages < 2 || shape.products_bytes() > room) {
-    return refused("a block exceeds a multiprocessor's shared memory");
-  }
+  s.stages =
+      std::min({kMostStages, (device.shared_bytes - reserved) / stage, std::max(s.chunks, 2)});
   s.shared_bytes = std::max(s.stages * stage, shape.products_bytes()) + reserved;
   // Products at full rate, or copies.
   double const products =
       kConsumers * shape.slabs * s.chunks * (kChunkBytes / kStepBytes) * shape.columns / 2.0;
-  double const copied = double(s.chunks) * kChunkBytes * double(least + s.columns) * kByte;
+  double const copied =
+      double(s.chunks) * kChunkBytes * double(s.box[0] * s.box[1] * s.box[2] + s.columns) * kByte;
   int64_t const stored = int64_t(s.tile[0]) * s.tile[1] * s.tile[2] * p.output_channels;
+  double const taps = s.has_short_taps() ? 0.0 : s.axes[0].taps * s.axes[1].taps * s.axes[2].taps;
   s.block_cycles = kBlock + std::max(products, copied) + kColumn * shape.slabs * shape.columns +
-                   kOutput * double(stored);
+                   (kOutput + kTap * taps) * double(stored);
   return s;
 }
 

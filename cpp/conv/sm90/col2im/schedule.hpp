@@ -63,6 +63,10 @@ struct Schedule {
   int shared_bytes = 0;
   double block_cycles = 0.0;  // estimated
 
+  // At most two taps along height and width, one along depth.
+  bool has_short_taps() const {
+    return axes[0].taps <= 1 && axes[1].taps <= 2 && axes[2].taps <= 2;
+  }
   int64_t sample_tiles() const { return int64_t(tiles[0]) * tiles[1] * tiles[2]; }
 };
 

@@ -33,6 +33,8 @@ MOST_BLOCKS = (1 << 31) - 1
 #: for a pass in front.
 LAUNCH_CYCLES = 3000.0
 BEHIND_PASS_CYCLES = 5700.0
+#: What a launch takes whose bytes bound it, over a copy of as many: blocks do not overlap.
+BYTES_BOUND = 1.4
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,7 +90,13 @@ class Col2imSm90(InPlaceRow):
             cycles += BEHIND_PASS_CYCLES
         chunks = -(-problem.batch // self.chunk(problem, config))
         computed = cycles / device.clock_hertz * 1e3
-        return float(computed + self.milliseconds_beside(problem, device, chunks))
+        size = problem.dtype.itemsize
+        moved = (problem.input_elements + problem.output_elements) * size
+        total = max(computed, BYTES_BOUND * device.copy_milliseconds(moved))
+        if problem.norm_groups:  # their moments are a pass of their own
+            total += device.copy_milliseconds(problem.output_elements * size)
+            total += chunks * device.launch_milliseconds
+        return float(total + self.milliseconds_beside(problem, device, chunks))
 
 
 def kernels() -> list[Kernel]:

@@ -56,7 +56,7 @@ std::vector<int> quotients_of(Axis const& axis, int most_positions, int64_t most
   return result;
 }
 
-// Cuts a sample into few tiles, then into such of small boxes; false where none has room.
+// Cuts a sample into few tiles, of these into small boxes; false where none has room.
 // most_reaches: outputs of a tile along all axes together.
 bool cut(Schedule& s, int most_positions, int64_t most_reaches, int channels) {
   auto const& axes = s.axes;
@@ -78,7 +78,8 @@ bool cut(Schedule& s, int most_positions, int64_t most_reaches, int channels) {
           outputs *= tile;
         }
         if (box > most_positions || reaches > most_reaches || outputs > kMostPixels) continue;
-        if (best == 0 || tiles < best || (tiles == best && box < least)) {
+        // Of those alike the widest, which come last.
+        if (best == 0 || tiles < best || (tiles == best && box <= least)) {
           best = tiles;
           least = box;
           for (int a = 0; a < kMaxAxes; ++a) {

@@ -37,6 +37,18 @@ def round_to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32).reshape(x.shape)
 
 
+def limit(plain, tensors, exact, precision: str) -> float:
+    """Of our error: eager's, which may be float32's where it does not round to TF32."""
+    error = relative_error(plain(*tensors), exact)
+    if precision == "tf32":
+        x, weight, *rest = tensors
+        rounded = (round_to_tf32(x).double(), round_to_tf32(weight).double())
+        error = max(
+            error, relative_error(plain(*rounded, *(each.double() for each in rest)), exact)
+        )
+    return bound(error, precision)
+
+
 def fused_against_fp64(
     case: dict[str, Any],
     dtype: torch.dtype,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from gpu_checks import (
     FEWEST_NORMALISED_VALUES,
-    bound,
     fused_against_fp64,
+    limit,
     meets_outputs,
     output_extent,
     poison,
@@ -91,18 +91,6 @@ def layer(precision: str, layout: str, **changes):
     weight = torch.randn(channels, out, kernel, kernel, device="cuda") / (channels * kernel) ** 0.5
     bias, scale, shift = (torch.randn(out, device="cuda").to(dtype) for _ in range(3))
     return LAYOUTS[layout](x), weight.to(dtype), bias, scale, shift
-
-
-def limit(plain, tensors, exact, precision: str) -> float:
-    """Of our error: eager's, which may be float32's where it does not round to TF32."""
-    error = relative_error(plain(*tensors), exact)
-    if precision == "tf32":
-        x, weight, *rest = tensors
-        rounded = (round_to_tf32(x).double(), round_to_tf32(weight).double())
-        error = max(
-            error, relative_error(plain(*rounded, *(each.double() for each in rest)), exact)
-        )
-    return bound(error, precision)
 
 
 @PRECISIONS

@@ -11,12 +11,11 @@ import pytest
 import torch
 from gpu_checks import (
     FEWEST_NORMALISED_VALUES,
-    bound,
     fused_against_fp64,
+    limit,
     meets_outputs,
     output_extent,
     poison,
-    round_to_tf32,
 )
 from reference import ACTIVATIONS, LAYOUTS, ORDERS, relative_error
 from torch.nn import functional as F
@@ -125,12 +124,7 @@ def against_fp64(actual: torch.Tensor, tensors, precision: str) -> None:
         return F.conv_transpose2d(x, weight, bias, stride=2, padding=1)
 
     exact = plain(*(each.double() for each in tensors))
-    error = relative_error(plain(*tensors), exact)
-    if precision == "tf32":
-        x, weight, bias = tensors
-        rounded = (round_to_tf32(x).double(), round_to_tf32(weight).double(), bias.double())
-        error = max(error, relative_error(plain(*rounded), exact))
-    assert relative_error(actual, exact) <= bound(error, precision)
+    assert relative_error(actual, exact) <= limit(plain, tensors, exact, precision)
 
 
 @PRECISIONS

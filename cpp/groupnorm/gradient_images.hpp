@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cuda/async.hpp"
+#include "cuda/store_shared.hpp"
 #include "groupnorm/gradient_lines.hpp"
 #include "groupnorm/gradient_tiles.hpp"
 
@@ -17,17 +18,6 @@ inline constexpr int kImageBytes = kTileBytes;
 inline constexpr int kImageStages = ceil_div(kImages * kImageBytes, kStageBytes);
 inline constexpr int kImageStart = 16;
 inline constexpr int kMostImageVectors = (kImageBytes - kImageStart - 32) / 16;
-
-__device__ __forceinline__ void store_shared(uint32_t address, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint2 value) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y)
-               : "memory");
-}
 
 // Puts a vector of a tile's results where they are in its lines, which begin at `image`.
 template <class T, int kPiece, int kVector>
@@ -47,11 +37,11 @@ __device__ __forceinline__ void scatter(device::Pack<T, kVector> const& results,
   for (int e = 0; e < kVector; e += kPiece) {
     uint32_t const target = (e == 0 || e < left ? here : there) + e * int(sizeof(T));
     if constexpr (kPiece * sizeof(T) == 8) {
-      store_shared(target, make_uint2(results.bits[e], results.bits[e + 1]));
+      device::store_shared(target, make_uint2(results.bits[e], results.bits[e + 1]));
     } else if constexpr (kPiece * sizeof(T) == 4) {
-      store_shared(target, results.bits[e / kPiece]);
+      device::store_shared(target, results.bits[e / kPiece]);
     } else {
-      store_shared(target, uint16_t(results.bits[e / 2] >> e % 2 * 16));
+      device::store_shared(target, uint16_t(results.bits[e / 2] >> e % 2 * 16));
     }
   }
 }

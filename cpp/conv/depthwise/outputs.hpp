@@ -11,24 +11,10 @@
 #include "cuda/async.hpp"
 #include "cuda/math.hpp"
 #include "cuda/pair.hpp"
+#include "cuda/store_shared.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::depthwise {
-
-// To shared memory, by its address there.
-__device__ __forceinline__ void store_shared(uint32_t address, uint16_t value) {
-  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t address, float first, float second) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
-               : "memory");
-}
 
 template <class T, bool kActivates>
 class NormalizedOutputs {
@@ -145,18 +131,18 @@ class NormalizedOutputs {
                                       float const (&out)[kRunOutputs]) const {
     target += uint32_t(i) * uint32_t(sizeof(T));
     if constexpr (sizeof(T) == 2) {
-      store_shared(target, uint16_t(device::from_pair<T>(finished(out[i]), 0.0f)));
+      device::store_shared(target, uint16_t(device::from_pair<T>(finished(out[i]), 0.0f)));
     } else {
-      store_shared(target, finished(out[i]));
+      device::store_shared(target, finished(out[i]));
     }
   }
   __device__ __forceinline__ void put_pair(uint32_t target, int i,
                                            float const (&out)[kRunOutputs]) const {
     target += uint32_t(i) * uint32_t(sizeof(T));
     if constexpr (sizeof(T) == 2) {
-      store_shared(target, device::from_pair<T>(finished(out[i]), finished(out[i + 1])));
+      device::store_shared(target, device::from_pair<T>(finished(out[i]), finished(out[i + 1])));
     } else {
-      store_shared(target, finished(out[i]), finished(out[i + 1]));
+      device::store_shared(target, finished(out[i]), finished(out[i + 1]));
     }
   }
 

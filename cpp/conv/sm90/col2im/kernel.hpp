@@ -23,6 +23,7 @@ inline constexpr int kWarpgroup = 128;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 inline constexpr int kThreads = kConsumerThreads + 32;
 inline constexpr int kConsumerBarrier = 1;
+inline constexpr int kFilterRows = 136;  // of a copy of a packed filter in float32, at most
 
 struct Maps {
   CUtensorMap input;   // boxes of a chunk's channels

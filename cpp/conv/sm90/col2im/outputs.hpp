@@ -9,8 +9,6 @@
 
 namespace fusedconv::conv::sm90::col2im {
 
-inline constexpr int kFilterRows = 136;  // of a copy of a packed filter in float32, at most
-
 // A block's part of the problem.
 struct Tile {
   int sample;

@@ -35,6 +35,7 @@ struct Params {
     p.shift = a.shift;
     p.output = a.output;
     p.activation = a.activation;
+    p.reserved = s.reserved;
     p.chunks = s.chunks;
     p.stages = s.stages;
     p.output_channels = config.problem.output_channels;
@@ -55,7 +56,6 @@ struct Params {
       reaches += s.tile[i];
       p.items *= s.tile[i];
     }
-    p.reserved = s.shared_bytes - kBarrierBytes - int(round_up(reaches * kReachBytes, 16));
     p.channel_columns = source.k > 1 ? int(source.stride_k) : 0;
     p.rows[2] = 1;
     p.rows[1] = s.box[2];

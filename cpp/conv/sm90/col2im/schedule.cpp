@@ -121,22 +121,27 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                                 " are served"));
   }
   if (std::max(inputs, outputs) * p.output_channels > kMostPixels || inputs > kMostPixels) {
-    return refused("a sample is too large");
+    return refused(detail::join("a sample has ", inputs, " input and ", outputs,
+                                " output pixels of ", p.output_channels, " channels, up to ",
+                                kMostPixels, " elements of either are served"));
   }
   int const stage = shape.stage_bytes(size);
   int64_t const room =
       device.shared_bytes - kBarrierBytes - std::max(2 * stage, shape.products_bytes());
   if (!cut(s, shape.positions(), room / kReachBytes, p.output_channels)) {
-    return refused("the filter or its stride reaches more positions than a block has room for");
+    return refused(
+        detail::join("the filter or its stride reaches more positions than a block has "
+                     "room for: ",
+                     shape.positions(), ", and ", room / kReachBytes, " outputs along all axes"));
   }
   s.columns = int(round_up(columns, vector));
   s.chunks = int(ceil_div(int64_t(p.channels) * size, kChunkBytes));
   s.filter_bytes = int64_t(p.channels) * s.columns * size;
-  int const reserved =
+  int const behind =
       kBarrierBytes + int(round_up((s.tile[0] + s.tile[1] + s.tile[2]) * kReachBytes, 16));
-  s.stages =
-      std::min({kMostStages, (device.shared_bytes - reserved) / stage, std::max(s.chunks, 2)});
-  s.shared_bytes = std::max(s.stages * stage, shape.products_bytes()) + reserved;
+  s.stages = std::min({kMostStages, (device.shared_bytes - behind) / stage, std::max(s.chunks, 2)});
+  s.reserved = std::max(s.stages * stage, shape.products_bytes());
+  s.shared_bytes = s.reserved + behind;
   // Products at full rate, or copies.
   double const products =
       kConsumers * shape.slabs * s.chunks * (kChunkBytes / kStepBytes) * shape.columns / 2.0;

@@ -60,6 +60,7 @@ struct Schedule {
   int stages = 0;
   int columns = 0;           // of a packed filter
   int64_t filter_bytes = 0;  // packed
+  int reserved = 0;          // where barriers begin in shared memory
   int shared_bytes = 0;
   double block_cycles = 0.0;  // estimated
 

@@ -10,21 +10,21 @@ where the columns of each input channel begin at whole 16 bytes; else it is pack
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned, transposed_problem
+from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.convolution import (
     InPlaceRow,
     filter_source,
     supports_transposed,
 )
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
+from fusedconv.kernels.cuda.taps import taps_config
 from fusedconv.plan import Kernel
-from fusedconv.problem import ConvTransposeGeometry, ForwardProblem
+from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support
 
 #: Of a launch.
@@ -37,38 +37,14 @@ BEHIND_PASS_CYCLES = 5700.0
 BYTES_BOUND = 1.4
 
 
-@functools.lru_cache(maxsize=4096)
-def _config(
-    row: int,
-    conv: ConvTransposeGeometry,
-    spatial: tuple[int, ...],
-    layout: str,
-    aligned: bool,
-    device: Device,
-) -> Any:
-    room = _C.sm90.col2im
-    return room.Config(
-        room.rows()[row],
-        problem=transposed_problem(conv, spatial, layout, aligned),
-        device=device.compiled,
-    )
-
-
 class Col2imSm90(InPlaceRow):
     """A row of ``_C.sm90.col2im.rows()``."""
 
     provider = "col2im_sm90"
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
-        assert problem.conv is not None
-        return _config(
-            self.index,
-            problem.conv,
-            problem.spatial,
-            problem.output_layout,
-            readable_aligned(problem),
-            device,
-        )
+        aligned = readable_aligned(problem)
+        return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
 
     def supports(self, problem: ForwardProblem, device: Device) -> Support:
         common = supports_transposed(problem, device, self.precision, self.ungrouped, 90)

@@ -100,6 +100,7 @@ USE_COMPILED = {
     "kernels.cuda.gradients",
     "kernels.cuda.group_norm",
     "kernels.cuda.launches",
+    "kernels.cuda.lines_sm90",
     "kernels.cuda.phase_planes",
     "kernels.cuda.program",
     "kernels.cuda.sm80",

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "boxes_sm90": 90,
     "clusters_sm90": 90,
     "col2im_sm90": 90,
+    "lines_sm90": 90,
     "taps_sm90": 90,
     "depthwise": 90,
     "groupnorm_cuda": 90,

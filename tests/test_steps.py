@@ -32,6 +32,7 @@ KERNELS = [
     (r"sm90_boxes_", [r"boxes::convolve"]),
     (r"sm90_clusters_", [r"clusters::convolve"]),
     (r"sm90_col2im_", [r"col2im::convolve"]),
+    (r"sm90_lines_", [r"lines::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),

@@ -1,0 +1,72 @@
+// From a row's shape to its entry in the table: launcher and metadata.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "conv/failure.hpp"
+#include "conv/sm90/boxes/map_axes.hpp"
+#include "conv/sm90/lines/kernel.hpp"
+#include "conv/sm90/lines/rows.hpp"
+#include "cuda/launch.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::lines {
+
+inline Maps maps_of(Arguments const& a) {
+  constexpr int kSize = 2;
+  Config const& config = a.config;
+  Schedule const& s = config.schedule;
+  TransposedProblem const& problem = config.problem;
+  Maps maps;
+  MapAxes input = boxes::dense_axes(Layout::kChannelsFirst, problem.channels,
+                                    boxes::input_pixels(problem), a.batch, kSize);
+  input.box = {kLine, 1, 1, kChunk, 1};
+  input.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  maps.input = boxes::encoded(config, a.batch, config.row->math, a.input, input);
+  MapAxes filter{};
+  cuuint64_t const line = cuuint64_t(s.channel_pitch) * kSize;
+  filter.extents = {cuuint64_t(s.channel_pitch), cuuint64_t(s.filter_bytes) / line, 1, 1, 1};
+  filter.strides = {line, line, line, line};
+  filter.box = {kChunk, kRows, 1, 1, 1};
+  filter.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  maps.filter = boxes::encoded(config, a.batch, config.row->math, a.filter, filter);
+  return maps;
+}
+
+template <Math kMath, Shape kShape>
+void launch(Arguments const& a, cudaStream_t stream) {
+  using Own = Traits<kMath, kShape>;
+  constexpr auto kernel = &convolve<Own>;
+  Schedule const& s = a.config.schedule;
+  int64_t const tiles = int64_t(a.batch) * s.tiles;
+  constexpr int64_t kMost = 0x7fffffff - 0x10000;  // a step beyond them is counted to
+  FUSEDCONV_CHECK(tiles <= kMost, a.config.row->name, ": tiles: got ", tiles, ", expected at most ",
+                  kMost);
+  // As many blocks for each group of rows, one of each at least.
+  int64_t const each = std::clamp<int64_t>(a.config.multiprocessors / s.groups, 1, tiles);
+  conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<kernel>(s.shared_bytes));
+  conv::check_launch(a.config, a.batch, "launch",
+                     device::launch(kernel, unsigned(each * s.groups), Own::kThreads,
+                                    s.shared_bytes, stream, Params::of(a), maps_of(a)));
+}
+
+template <Math kMath, Shape kShape>
+void append_row(std::vector<Row>& rows) {
+  rows.push_back({.name = detail::join("sm90_lines_", traits_of(kMath).name, "_", kShape.consumers),
+                  .math = kMath,
+                  .shape = kShape,
+                  .launch = &launch<kMath, kShape>});
+}
+
+// Of all that there are.
+template <Math kMath>
+void append_rows(std::vector<Row>& rows) {
+  append_row<kMath, Shape{.consumers = 2}>(rows);
+  append_row<kMath, Shape{.consumers = 3}>(rows);
+}
+
+}  // namespace fusedconv::conv::sm90::lines

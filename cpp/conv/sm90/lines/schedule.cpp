@@ -1,0 +1,96 @@
+#include "conv/sm90/lines/schedule.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::lines {
+namespace {
+
+// Over what the tensor cores take for products at full rate; cycles from a tile's products to its
+// last store, for each consumer, as all go through the same pipe, and what they are more where four
+// outputs are of two positions; of a byte that is copied.
+constexpr double kProducts = 1.2;
+constexpr double kEpilogue = 1300.0, kNarrow = 400.0;
+constexpr double kByte = 0.041;
+constexpr int64_t kMostPixels = int64_t(1) << 30;
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+}  // namespace
+
+Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
+                     Device const& device) {
+  if (traits_of(math).element_bytes() != 2) return refused("the row is not of 16 bits");
+  if (p.layout != Layout::kChannelsFirst) return refused("the layout is channels last");
+  if (p.groups != 1) return refused("the convolution has groups");
+  if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
+  for (int a = 0; a < kMaxAxes - 1; ++a) {
+    AxisProblem const& other = p.axes[a];
+    if (other.input != 1 || other.output != 1 || other.kernel != 1) {
+      return refused("the convolution has more than one axis");
+    }
+  }
+  AxisProblem const& axis = p.axes[kMaxAxes - 1];
+  int const stride = axis.stride;
+  if (stride < 2 || stride > kMostStride || !std::has_single_bit(unsigned(stride))) {
+    return refused(detail::join("the stride is ", stride, ", 2, 4, 8 and 16 are served"));
+  }
+  if (axis.dilation != 1) return refused("the filter is dilated");
+  if (axis.kernel <= stride || axis.kernel > 2 * stride) {
+    return refused(detail::join("the filter has ", axis.kernel, " taps, more than the stride ",
+                                stride, " and up to two are served"));
+  }
+  if (axis.input % kGranule != 0) {
+    return refused(detail::join("lines of ", axis.input, " positions are no whole 16 bytes"));
+  }
+  if (axis.input > kMostPixels || axis.output > kMostPixels) {
+    return refused(detail::join("lines have ", axis.input, " and ", axis.output,
+                                " positions, up to ", kMostPixels, " are served"));
+  }
+  Schedule s;
+  s.axis = Axis::of(axis);
+  int const padding = axis.padding;
+  // Pairs of phases stay together unless there is one.
+  s.rotation = stride == 2 || padding % 2 == 0 ? padding % stride : 0;
+  s.base = s.rotation - padding;
+  s.row_blocks = int(ceil_div(p.output_channels, s.row_channels()));
+  s.chunks = int(ceil_div(p.channels, kChunk));
+  // All consumers have rows of their own where there are as many and memory holds them, else tiles.
+  int const row_bytes = kTaps * s.chunks * kTileBytes;
+  auto const stages_beside = [&](int together) {
+    return (device.shared_bytes - kBarrierBytes - together * row_bytes) / kStageBytes;
+  };
+  bool const shares =
+      s.row_blocks >= shape.consumers && stages_beside(shape.consumers) >= kLeastStages;
+  s.together = shares ? shape.consumers : 1;
+  s.stages = std::min(kMostStages, stages_beside(s.together));
+  if (s.stages < kLeastStages) {
+    return refused(detail::join("filters of ", p.channels, " channels have no room beside a ring"));
+  }
+  s.groups = int(ceil_div(s.row_blocks, s.together));
+  // Positions from the first with an output to the last.
+  int const begin = -s.base / stride, last = (axis.output - 1 - s.base) / stride;
+  int const column = begin - kFirstOutput;
+  s.first = (column >= 0 ? column : column - (kGranule - 1)) / kGranule * kGranule;
+  s.tiles = int(ceil_div(last + 1 - (s.first + kFirstOutput), kOutputs));
+  s.channel_pitch = int(round_up(p.channels, 8));
+  s.filter_bytes = int64_t(s.groups) * s.together * kTaps * kRows * s.channel_pitch * 2;
+  s.kept_bytes = s.together * row_bytes;
+  s.shared_bytes = s.kept_bytes + s.stages * kStageBytes + kBarrierBytes;
+  // Products of consumers follow each other, and each takes up its next tile once it has stored
+  // one.
+  double const products = kProducts * kTaps * s.chunks * (kChunk / 16) * (kColumns / 2);
+  double const turn = products + shape.consumers * (kEpilogue + (stride == 2 ? kNarrow : 0.0));
+  s.tile_cycles = std::max(
+      {s.together * products, turn * s.together / shape.consumers, kByte * s.chunks * kStageBytes});
+  return s;
+}
+
+}  // namespace fusedconv::conv::sm90::lines

@@ -206,6 +206,38 @@ def test_threads_with_streams_of_their_own():
     assert failures == []
 
 
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_launches_that_begin_early_wait_for_what_is_in_front(dtype, layout, force, monkeypatch):
+    """Products begin beside the kernel that folds running statistics, and launches beside the one
+    that packs a weight: both change from call to call, and no call is waited for."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("launches begin early on compute capability 9.0")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    force("boxes_sm90")
+    form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    made = {"device": "cuda", "dtype": dtype}
+    x = torch.randn(4, 128, 32, 32, **made).contiguous(memory_format=form)
+    weight = torch.empty(128, 64, 4, 4, **made).contiguous(memory_format=form)
+    bias = torch.zeros(64, **made)
+    mean, variance = torch.empty(64, device="cuda"), torch.empty(64, device="cuda")
+    found, expected = [], []
+    with torch.no_grad():
+        for _ in range(60):
+            weight.normal_()
+            mean.uniform_(-9.0, 9.0)
+            variance.uniform_(0.1, 9.0)
+            found.append(
+                conv_transpose_act_norm(
+                    x, weight, bias, 2, 1, norm="batch", running_mean=mean, running_var=variance
+                )
+            )
+            plain = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1).float()
+            expected.append((plain - mean[:, None, None]) / (variance[:, None, None] + 1e-5).sqrt())
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other).abs().max() < 2e-2 * other.abs().max()
+
+
 def test_addresses_that_seldom_come_again_make_few_graphs():
     layer = Layer("batch", "nhwc")
     held = []

@@ -1,5 +1,6 @@
 #include "batchnorm/fold.hpp"
 
+#include "cuda/early.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/store.hpp"
 #include "cuda/tile.hpp"
@@ -13,6 +14,7 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     fold_statistics(FoldProblem const p, void const* mean, void const* variance, void const* weight,
                     void const* bias, float* scale, float* shift) {
+  device::release_early();
   int64_t const channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= p.channels) return;
   auto const at = [&](void const* tensor, DType dtype, float otherwise) {

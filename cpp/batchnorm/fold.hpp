@@ -60,6 +60,9 @@ class Fold final : public Step {
          static_cast<float*>(context.at(scale_)), static_cast<float*>(context.at(shift_)),
          context.stream);
   }
+  Leaves leaves(RunContext const&) const override {
+    return problem_.channels > 0 ? Leaves::kReleases : Leaves::kNothing;
+  }
 
  private:
   FoldProblem problem_;

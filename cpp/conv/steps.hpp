@@ -4,7 +4,9 @@
 // take moments, it has partial_slots() of a sample, for as many partial moments of each output
 // channel. Where it declares kPadsChannels, pack_filter() fills what the weight lacks of the
 // config's channels with zeros. Where it declares kReadsWeight, its reads_weight() says of a source
-// whether the filter may be that weight as it lies, which its Arguments have a place for.
+// whether the filter may be that weight as it lies, which its Arguments have a place for. Where it
+// declares kBeginsEarly, pack_filter() releases early and its Arguments say whether a launch may
+// begin so.
 #pragma once
 
 #include <cstdint>
@@ -107,6 +109,11 @@ FilterSource const& matching(Config const& config, FilterSource const& source) {
 template <class Config>
 inline constexpr bool kReadsWeight = requires { requires Config::kReadsWeight; };
 
+// Whether a config's kernels that pack release early, and what multiplies may begin early: it waits
+// before it reads a packed filter, a scale or a shift.
+template <class Config>
+inline constexpr bool kBeginsEarly = requires { requires Config::kBeginsEarly; };
+
 template <class Config>
 FilterOperand const& matching(Config const& config, FilterOperand const& filter) {
   if (!filter.source()) return filter;
@@ -155,6 +162,12 @@ class PackFilter final : public Step {
       if (reads_weight_at(config_, source_, weight)) return;
     }
     pack_filter(config_, source_, weight, context.at(filter_), context.stream);
+  }
+  Leaves leaves(RunContext const& context) const override {
+    if constexpr (kReadsWeight<Config>) {
+      if (reads_weight_at(config_, source_, context.at(weight_))) return Leaves::kNothing;
+    }
+    return kBeginsEarly<Config> ? Leaves::kReleases : Leaves::kAll;
   }
 
  private:
@@ -266,6 +279,7 @@ class Convolve final : public Step {
     }
     if constexpr (kSaves<Config>) arguments.saved = context.at(saved_);
     if constexpr (kPadsChannels<Config>) arguments.own_channels = channels_;
+    if constexpr (kBeginsEarly<Config>) arguments.begins_early = context.begins_early;
     config_.row->launch(arguments, context.stream);
   }
 

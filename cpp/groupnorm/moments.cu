@@ -1,6 +1,7 @@
 #include "groupnorm/moments.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
+#include "cuda/register_tile.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
@@ -91,11 +92,11 @@ __global__ void __launch_bounds__(kThreads)
 // ---- moments, channels last ----
 
 // Block (row block, slab of channels) of one sample; a thread keeps its channels.
-// 1. kLoads rows per thread and step: per channel, moments of the values, about the block's first
-// row.
+// 1. moment_rows() rows per thread and step, the last ones fewer: per channel, moments of the
+// values, about the block's first row.
 // 2. Merge over the rows in a tree; partial [sample, row block, channel].
 template <class T, int kVector, bool kActivate>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
     moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
                           RowMap map, Activation activation) {
@@ -110,39 +111,41 @@ __global__ void __launch_bounds__(kThreads)
 
   RunningMoments<T> running[kVector];
   if (active) {
-    T const* const source = input + sample * pixels * row_channels + channel;
-    auto const first = Pack<T, kVector>::load(source + row_block * block_rows * row_channels);
+    T const* const first = input + (sample * pixels + row_block * block_rows) * row_channels;
+    auto const reference = Pack<T, kVector>::load(first + channel);
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      running[v].start(before<kActivate>(activation, device::to_float(first.values[v])));
+      running[v].start(before<kActivate>(activation, device::value_of(reference, v)));
     }
-    int64_t row = row_block * block_rows + map_row;
-    for (; row + (kLoads - 1) * map.rows < end; row += kLoads * map.rows) {
-      Pack<T, kVector> loaded[kLoads];
+    T const* source = first + map_row * row_channels + channel;
+    int64_t const step = map.rows * row_channels;
+    int left = (int(end - row_block * block_rows) - map_row + map.rows - 1) / map.rows;
+    // By so many rows of the thread at a time, as long as there are.
+    auto const take = [&](auto rows) {
+      for (; left >= rows.value; left -= rows.value) {
+        Pack<T, kVector> loaded[rows.value];
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        loaded[j] = Pack<T, kVector>::load(source + (row + j * map.rows) * row_channels);
-      }
-      float const weight = Moments::weight_of(running[0].count, float(kLoads));
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        float values[kLoads];
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          values[j] = before<kActivate>(activation, device::to_float(loaded[j].values[v]));
+        for (auto& pack : loaded) {
+          pack = Pack<T, kVector>::load(source);
+          source += step;
         }
-        running[v].add(values, weight);
-      }
-    }
-    for (; row < end; row += map.rows) {
-      auto const loaded = Pack<T, kVector>::load(source + row * row_channels);
+        float const count = running[0].count;
+        float const weight = Moments::weight_of(count, float(rows.value));
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        float const x = before<kActivate>(activation, device::to_float(loaded.values[v]));
-        float const one[1] = {x};
-        running[v].add(one, Moments::weight_of(running[v].count, 1.0f));
+        for (int v = 0; v < kVector; ++v) {
+          float values[rows.value];
+#pragma unroll
+          for (int j = 0; j < rows.value; ++j) {
+            values[j] = before<kActivate>(activation, device::value_of(loaded[j], v));
+          }
+          running[v].count = count;  // one register for all
+          running[v].add(values, weight);
+        }
       }
-    }
+    };
+    take(std::integral_constant<int, moment_rows(sizeof(T))>{});
+    if constexpr (moment_rows(sizeof(T)) > kLoads) take(std::integral_constant<int, kLoads>{});
+    take(std::integral_constant<int, 1>{});
   }
   int const width = map.columns * kVector;
   if (map_row < map.rows) {

@@ -1,5 +1,6 @@
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
+#include "cuda/register_tile.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
@@ -18,6 +19,10 @@ using device::Pack;
 // memory, twice as much is less of it for each value.
 template <class T, int kKnown>
 constexpr int kShares = sizeof(T) == 2 || kKnown == kAnyActivation ? 2 : 1;
+// Blocks of a multiprocessor that read rows, of which the registers are bounded: what keeps enough
+// loads under way. With calls, 16-bit values take more.
+template <class T, int kKnown>
+constexpr int kBlocks = sizeof(T) == 2 && kKnown == kAnyActivation ? 2 : 4;
 // Fewer blocks than these leave multiprocessors without work.
 constexpr int64_t kFewestBlocks = 1024;
 
@@ -65,9 +70,28 @@ __device__ __forceinline__ ChannelAffine channel_of(float4 const& entry) {
   return {entry.x, entry.y, entry.z};
 }
 
+// What a block needs of its channels from `first` on, found once: finding it takes longer than
+// normalising some values. [kVector][columns], to be read behind a barrier.
+template <int kVector, int kUnroll>
+__device__ __forceinline__ void fill_table(float4* table, int columns, Affine const& affine,
+                                           int64_t sample, int first) {
+  static_assert(device::kTileThreads == kThreads);
+#pragma unroll kUnroll
+  for (int c = int(threadIdx.x); c < columns * kVector; c += kThreads) {
+    table[c % kVector * columns + c / kVector] =
+        entry_of(ChannelAffine::of(affine, sample, first + c));
+  }
+}
+template <int kVector>
+__device__ __forceinline__ void read_table(ChannelAffine (&channels)[kVector], float4 const* table,
+                                           int columns, int column) {
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) channels[v] = channel_of(table[v * columns + column]);
+}
+
 // Channels last to channels last: a thread keeps its channels and goes down the rows.
 template <class T, class U, int kVector, int kKnown>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kKnown>)
     normalize_rows(T const* __restrict__ input, U* __restrict__ output, Affine affine,
                    int64_t row_channels, int64_t pixels, int64_t block_rows, unsigned row_blocks,
                    RowMap map) {
@@ -81,57 +105,95 @@ __global__ void __launch_bounds__(kThreads)
   int const channel = first + column * kVector;
   bool const serves = map_row < map.rows && channel < affine.channels;
 
-  T const* const source = input + sample * pixels * row_channels + channel;
-  U* const target = output + sample * pixels * affine.channels + channel;
-  int64_t const end = serves ? min(pixels, (row_block + 1) * block_rows) : 0;
+  int64_t const row = row_block * block_rows + map_row;
+  int64_t const end = min(pixels, (row_block + 1) * block_rows);
+  // Of the thread's, with pointers to the next.
+  int left = serves && row < end ? (int(end - row) + map.rows - 1) / map.rows : 0;
+  T const* source = input + (sample * pixels + row) * row_channels + channel;
+  U* target = output + (sample * pixels + row) * affine.channels + channel;
+  int64_t const source_step = map.rows * row_channels;
+  int64_t const target_step = int64_t(map.rows) * affine.channels;
   Pack<T, kVector> loaded[kLoads];
-  auto const load = [&](int64_t row) {
+  auto const load = [&] {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      if (row + j * map.rows < end) {
-        loaded[j] = Pack<T, kVector>::load(source + (row + j * map.rows) * row_channels);
-      }
+      if (j < left) loaded[j] = Pack<T, kVector>::load(source);
+      source += source_step;
     }
   };
-  int64_t row = row_block * block_rows + map_row;
-  load(row);
-  for (int c = int(threadIdx.x); c < map.columns * kVector; c += kThreads) {
-    table[c % kVector * map.columns + c / kVector] =
-        entry_of(ChannelAffine::of(affine, sample, first + c));
-  }
+  load();
+  fill_table<kVector, 4>(table, map.columns, affine, sample, first);
   __syncthreads();
   ChannelAffine channels[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    channels[v] = channel_of(table[v * map.columns + column]);
-  }
-  while (row < end) {
+  read_table(channels, table, map.columns, column);
+  while (left > 0) {
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
-      if (row + j * map.rows < end) {
+      if (j < left) {
         normalized_pack<U, kKnown>(
             loaded[j], [&](int v) -> ChannelAffine const& { return channels[v]; }, affine)
-            .store(target + (row + j * map.rows) * affine.channels);
+            .store(target);
       }
+      target += target_step;
     }
-    row += kLoads * map.rows;
-    load(row);
+    left -= kLoads;
+    load();
   }
 }
 
-// Channels last to channels first:
+// Channels last to channels first, where accesses to both are of 16 bytes. A thread's registers
+// hold some channels of some pixels: it reads along the ones and writes along the others.
+template <class T, class U, int kKnown>
+__global__ void __launch_bounds__(device::kTileThreads, kBlocks<T, kKnown>)
+    normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
+                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles,
+                                unsigned channel_tiles) {
+  using Tile = device::RegisterTile<T, U, true>;
+  constexpr int kIn = Tile::kVectorChannels;
+  constexpr int kOut = Tile::kVectorPixels;
+  __shared__ float4 table[Tile::kChannels];
+  device::TilePlace<Tile> const place(pixel_tiles, channel_tiles);
+  Tile const own;
+  int const channel = int(place.channel) + own.column * kIn;
+  int64_t const pixel = place.pixel + own.pixel;
+  bool const serves = channel < row_channels && pixel < pixels;
+  Pack<T, kIn> loaded[kOut];
+  if (serves) {
+    T const* source = input + (place.sample * pixels + pixel) * row_channels + channel;
+#pragma unroll
+    for (int k = 0; k < kOut; ++k, source += row_channels) {
+      loaded[k] = Pack<T, kIn>::load(source);
+    }
+  }
+  fill_table<kIn, 1>(table, Tile::kColumns, affine, place.sample, int(place.channel));
+  __syncthreads();
+  U* const target = output + (place.sample * affine.channels + channel) * pixels + pixel;
+#pragma unroll
+  for (int v = 0; v < kIn; ++v) {
+    if (channel + v >= affine.channels) continue;
+    ChannelAffine const constants = channel_of(table[v * Tile::kColumns + own.column]);
+    float values[kOut];
+#pragma unroll
+    for (int k = 0; k < kOut; ++k) values[k] = device::value_of(loaded[k], v);
+    normalize_values<kKnown>(values, [&](int) { return constants; }, affine);
+    if (serves) device::store_whole(target + v * pixels, Pack<U, kOut>::of(values));
+  }
+}
+
+// The same where runs along pixels lie elsewhere or end within 16 bytes:
 // 1. A block reads kPixels rows of kChannels channels, 16 bytes at a time.
 // 2. It normalises in registers and transposes the tile in shared memory.
 // 3. It writes runs along pixels, kVector at a time.
 template <class T, class U, int kVector, int kKnown>
 __global__ void __launch_bounds__(device::kTileThreads)
-    normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output, Affine affine,
-                                int64_t row_channels, int64_t pixels, unsigned pixel_tiles,
-                                unsigned channel_tiles) {
+    ragged_normalize_to_channels_first(T const* __restrict__ input, U* __restrict__ output,
+                                       Affine affine, int64_t row_channels, int64_t pixels,
+                                       unsigned pixel_tiles, unsigned channel_tiles) {
   using Tile = device::TransposeTile<U>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
   __shared__ Tile tile;
+  __shared__ float4 table[Tile::kChannels];
   device::TilePlace<Tile> const place(pixel_tiles, channel_tiles);
   int64_t const sample = place.sample, pixel0 = place.pixel;
   int const channel0 = int(place.channel);
@@ -145,13 +207,12 @@ __global__ void __launch_bounds__(device::kTileThreads)
   static_assert(kSteps % kAhead == 0, "whole rounds of loads");
   int const channel = threadIdx.x % kInLanes * kIn;
   int const row0 = threadIdx.x / kInLanes;
+  fill_table<kIn, 1>(table, kInLanes, affine, sample, channel0);
+  __syncthreads();
   if (channel0 + channel < row_channels) {
     T const* const source = input + (sample * pixels + pixel0) * row_channels + channel0 + channel;
     ChannelAffine constants[kIn];
-#pragma unroll
-    for (int v = 0; v < kIn; ++v) {
-      constants[v] = ChannelAffine::of(affine, sample, channel0 + channel + v);
-    }
+    read_table(constants, table, kInLanes, int(threadIdx.x) % kInLanes);
 #pragma unroll 1
     for (int step = 0; step < kSteps; step += kAhead) {
       Pack<T, kIn> loaded[kAhead][kPerWord];
@@ -276,20 +337,26 @@ void launch_rows(GroupNormProblem const& p, T const* input, U* output, Affine co
 template <class T, class U, bool kActivate>
 void launch_tiles(GroupNormProblem const& p, T const* input, U* output, Affine const& affine,
                   cudaStream_t stream) {
-  using Tile = device::TransposeTile<U>;
-  int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
-  int64_t const channel_tiles = ceil_div(p.channels, Tile::kChannels);
-  dim3 const grid =
-      device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles * channel_tiles);
+  auto const launch = [&](auto kernel, auto tile) {
+    using Tile = typename decltype(tile)::type;
+    int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
+    int64_t const channel_tiles = ceil_div(p.channels, Tile::kChannels);
+    dim3 const grid =
+        device::checked_grid("normalize_to_channels_first", p.batch * pixel_tiles * channel_tiles);
+    device::launch(kernel, grid, device::kTileThreads, 0, stream, input, output, affine,
+                   p.input_row_channels(), p.pixels, unsigned(pixel_tiles),
+                   unsigned(channel_tiles));
+  };
   device::dispatch_vector<U>(output, p.pixels, [&](auto vector) {
-    if constexpr (vector.value * sizeof(U) <= 16) {
-      dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
+    if constexpr (vector.value * sizeof(U) == 16) {
+      dispatch_usual<T, U, 16 / sizeof(T), kActivate, kQuickGeluAfter, kQuickSiluAfter>(
           p, [&](auto known) {
-            device::launch(normalize_to_channels_first<T, U, vector.value, known.value>, grid,
-                           device::kTileThreads, 0, stream, input, output, affine,
-                           p.input_row_channels(), p.pixels, unsigned(pixel_tiles),
-                           unsigned(channel_tiles));
+            launch(&normalize_to_channels_first<T, U, known.value>,
+                   std::type_identity<device::RegisterTile<T, U, true>>{});
           });
+    } else {
+      launch(&ragged_normalize_to_channels_first<T, U, vector.value, kActivate>,
+             std::type_identity<device::TransposeTile<U>>{});
     }
   });
   FUSEDCONV_CUDA("normalize_to_channels_first", cudaGetLastError());

@@ -47,10 +47,16 @@ inline Split split_run(int64_t elements, int64_t element_bytes, int64_t multiple
   return {size, int(std::max<int64_t>(1, ceil_div(elements, size)))};
 }
 
+// Rows that a thread takes the moments of at a time: as many loads are under way.
+constexpr int moment_rows(int64_t element_bytes) { return element_bytes == 2 ? 4 : 8; }
+
 // Row blocks come out the same for every number of samples, so that the bits of a result do not
 // depend on how a batch is cut.
 inline Split split_rows(GroupNormProblem const& p) {
-  return split_run(p.pixels, p.input_row_channels() * size_of(p.dtype), 1);
+  int64_t const size = size_of(p.dtype), channels = p.input_row_channels();
+  int const vector = int(16 / size);
+  int const rows = RowMap::of(channels, channels % vector == 0 ? vector : 1).rows;
+  return split_run(p.pixels, channels * size, rows * moment_rows(size));
 }
 
 // Of a plane, in a pass that reads it and writes it, dense or in lines.

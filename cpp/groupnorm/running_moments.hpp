@@ -17,15 +17,15 @@ struct NarrowMoments : device::RelativeMoments {
   // With weight_of() the counts, where several share it. Two passes over the registers.
   template <int kCount>
   __device__ __forceinline__ void add(float const (&values)[kCount], float weight) {
-    float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    // Chains begin with their first value: adding that to zero is an operation for each.
+    float sums[4] = {}, squares[4] = {};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sums[i % 4] += values[i];
+    for (int i = 0; i < kCount; ++i) sums[i % 4] = i < 4 ? values[i] : sums[i % 4] + values[i];
     float const mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kCount);
-    float squares[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float const deviation = values[i] - mean;
-      squares[i % 4] = fmaf(deviation, deviation, squares[i % 4]);
+      squares[i % 4] = i < 4 ? deviation * deviation : fmaf(deviation, deviation, squares[i % 4]);
     }
     float const own = (squares[0] + squares[1]) + (squares[2] + squares[3]);
     float const delta = mean - offset;

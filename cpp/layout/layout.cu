@@ -2,6 +2,7 @@
 
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
+#include "cuda/register_tile.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 
@@ -19,14 +20,66 @@ __device__ __forceinline__ T rounded(T value) {
   }
 }
 
+// The i-th values of kVector packs.
+template <bool kRound, class T, int kVector>
+__device__ __forceinline__ Pack<T, kVector> values_of(Pack<T, kVector> const (&packs)[kVector],
+                                                      int i) {
+  Pack<T, kVector> result;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int c = 0; c < kVector; c += 2) {
+      result.bits[c / 2] =
+          __byte_perm(packs[c].bits[i / 2], packs[c + 1].bits[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c) result.values[c] = rounded<T, kRound>(packs[c].values[i]);
+  }
+  return result;
+}
+
+// Where runs along pixels are read 16 bytes at a time: a thread transposes what it reads in its
+// registers.
+template <class T, bool kRound>
+__global__ void __launch_bounds__(device::kTileThreads, 4)
+    channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
+                           int64_t padded_channels, int64_t pixels, unsigned pixel_tiles,
+                           unsigned channel_tiles) {
+  using Tile = device::RegisterTile<T, T, false>;
+  constexpr int kVector = Tile::kVectorPixels;
+  device::TilePlace<Tile> const place(pixel_tiles, channel_tiles);
+  Tile const own;
+  int64_t const channel = place.channel + own.column * kVector;
+  int64_t const pixel = place.pixel + own.pixel;
+  if (channel >= padded_channels || pixel >= pixels) return;
+  T const* source = input + (place.sample * channels + channel) * pixels + pixel;
+  Pack<T, kVector> packs[kVector];
+  // Without conditions where there are none, as a load under one takes a move for each register.
+  if (channel + kVector <= channels) {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c, source += pixels) packs[c] = Pack<T, kVector>::load(source);
+  } else {
+#pragma unroll
+    for (int c = 0; c < kVector; ++c, source += pixels) {
+      if (channel + c < channels) packs[c] = Pack<T, kVector>::load(source);
+    }
+  }
+  T* target = output + (place.sample * pixels + pixel) * padded_channels + channel;
+#pragma unroll
+  for (int k = 0; k < kVector; ++k, target += padded_channels) {
+    device::store_whole(target, values_of<kRound>(packs, k));
+  }
+}
+
+// The same of runs that lie elsewhere or end within 16 bytes:
 // 1. A block reads kChannels runs of kPixels pixels, kVector at a time.
 // 2. The tile is transposed in shared memory.
 // 3. The block writes rows of channels, 16 bytes at a time.
 template <class T, int kVector, bool kRound>
 __global__ void __launch_bounds__(device::kTileThreads)
-    channels_first_to_last(T const* __restrict__ input, T* __restrict__ output, int64_t channels,
-                           int64_t padded_channels, int64_t pixels, unsigned pixel_tiles,
-                           unsigned channel_tiles) {
+    ragged_channels_first_to_last(T const* __restrict__ input, T* __restrict__ output,
+                                  int64_t channels, int64_t padded_channels, int64_t pixels,
+                                  unsigned pixel_tiles, unsigned channel_tiles) {
   using Tile = device::TransposeTile<T>;
   using Word = typename Tile::Word;
   constexpr int kPerWord = Tile::kPerWord;
@@ -162,15 +215,23 @@ void launch_to_channels_last(ChannelsLastProblem const& p, void const* input, vo
     FUSEDCONV_CUDA("pad_channels", cudaGetLastError());
     return;
   }
-  using Tile = device::TransposeTile<T>;
-  int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
-  int64_t const channel_tiles = ceil_div(p.padded_channels, Tile::kChannels);
-  dim3 const grid =
-      device::checked_grid("channels_first_to_last", p.batch * pixel_tiles * channel_tiles);
+  auto const launch = [&](auto kernel, auto tile) {
+    using Tile = typename decltype(tile)::type;
+    int64_t const pixel_tiles = ceil_div(p.pixels, Tile::kPixels);
+    int64_t const channel_tiles = ceil_div(p.padded_channels, Tile::kChannels);
+    dim3 const grid =
+        device::checked_grid("channels_first_to_last", p.batch * pixel_tiles * channel_tiles);
+    device::launch(kernel, grid, device::kTileThreads, 0, stream, source, target, p.channels,
+                   p.padded_channels, p.pixels, unsigned(pixel_tiles), unsigned(channel_tiles));
+  };
   device::dispatch_vector<T>(source, p.pixels, [&](auto vector) {
-    device::launch(channels_first_to_last<T, vector.value, kRound>, grid, device::kTileThreads, 0,
-                   stream, source, target, p.channels, p.padded_channels, p.pixels,
-                   unsigned(pixel_tiles), unsigned(channel_tiles));
+    if constexpr (vector.value * sizeof(T) == 16) {
+      launch(&channels_first_to_last<T, kRound>,
+             std::type_identity<device::RegisterTile<T, T, false>>{});
+    } else {
+      launch(&ragged_channels_first_to_last<T, vector.value, kRound>,
+             std::type_identity<device::TransposeTile<T>>{});
+    }
   });
   FUSEDCONV_CUDA("channels_first_to_last", cudaGetLastError());
 }

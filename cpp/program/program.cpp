@@ -70,8 +70,12 @@ std::vector<std::string> Program::steps() const {
   return result;
 }
 
-void Program::run(std::vector<Entry> const& entries, RunContext const& context) {
-  for (Entry const& entry : entries) entry.step->run(context, context.at(entry.workspace));
+void Program::run(std::vector<Entry> const& entries, RunContext& context) {
+  for (Entry const& entry : entries) {
+    entry.step->run(context, context.at(entry.workspace));
+    Leaves const leaves = entry.step->leaves(context);
+    if (leaves != Leaves::kNothing) context.begins_early = leaves == Leaves::kReleases;
+  }
 }
 
 void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
@@ -95,13 +99,14 @@ void Program::check(std::span<uintptr_t const> pointers, uintptr_t workspace) co
   FUSEDCONV_CHECK(workspace % kWorkspaceAlignment == 0, "workspace: got address ", workspace);
 }
 
-void Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace,
-                     cudaStream_t stream) const {
+bool Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream,
+                     bool begins_early) const {
   RunContext context{.pointers = pointers.data(),
                      .workspace = workspace,
                      .first_sample = 0,
                      .samples = batch_,
-                     .stream = stream};
+                     .stream = stream,
+                     .begins_early = begins_early};
   run(before_, context);
   for (int64_t first = 0; first < batch_; first += batch_chunk_) {
     context.first_sample = first;
@@ -111,6 +116,7 @@ void Program::launch(std::span<uintptr_t const> pointers, uintptr_t workspace,
   context.first_sample = 0;
   context.samples = batch_;
   run(after_, context);
+  return context.begins_early;
 }
 
 }  // namespace fusedconv

@@ -44,7 +44,10 @@ class Program {
   // Throws InvalidArgument where run() does not take these.
   void check(std::span<uintptr_t const> pointers, uintptr_t workspace) const;
   // What run() does with those that check() takes, on the current device, launch by launch.
-  void launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream) const;
+  // begins_early: whether the first launch may, as what is in front releases early; returns whether
+  // the next one behind may.
+  bool launch(std::span<uintptr_t const> pointers, uintptr_t workspace, cudaStream_t stream,
+              bool begins_early = false) const;
 
   int graphs() const { return replays_.graphs(); }
 
@@ -56,7 +59,7 @@ class Program {
   };
 
   Entry entry(std::shared_ptr<Step const> step, int64_t samples);
-  static void run(std::vector<Entry> const& entries, RunContext const& context);
+  static void run(std::vector<Entry> const& entries, RunContext& context);
 
   int device_;
   int64_t batch_;

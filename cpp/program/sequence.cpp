@@ -53,8 +53,9 @@ void Sequence::run(std::span<uintptr_t const> addresses, uintptr_t workspace,
   replays_.run(
       {all.data(), std::size_t(count) + 1}, reinterpret_cast<cudaStream_t>(stream),
       [&](cudaStream_t on) {
+        bool early = false;
         for_each([&](Program const& program, std::span<uintptr_t const> pointers) {
-          program.launch(pointers, workspace, on);
+          early = program.launch(pointers, workspace, on, early);
         });
       },
       [&] {

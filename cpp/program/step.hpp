@@ -22,6 +22,14 @@ struct Operand {
   bool present() const { return slot != kAbsent; }
 };
 
+// What a step leaves for the next one's launch, which may begin beside one launch that releases
+// early, if it waits for that where it reads what it wrote (cuda/early.hpp).
+enum class Leaves : int {
+  kAll,       // has to end first
+  kReleases,  // its only launch, which waits for all in front, releases early
+  kNothing,   // launches nothing
+};
+
 // What one launch of a step sees: the caller's pointers, and the samples it is about.
 struct RunContext {
   uintptr_t const* pointers = nullptr;
@@ -29,6 +37,7 @@ struct RunContext {
   int64_t first_sample = 0;
   int64_t samples = 0;
   cudaStream_t stream = nullptr;
+  bool begins_early = false;  // may: the launch in front releases early
 
   // Null where the operand is absent or the caller passed 0 for it.
   template <class T = void>
@@ -53,6 +62,8 @@ class Step {
   // Launches on context.stream; never synchronises, never allocates. `workspace` is aligned to 256
   // bytes, null where workspace_bytes() is 0.
   virtual void run(RunContext const& context, void* workspace) const = 0;
+  // What run() leaves at these addresses.
+  virtual Leaves leaves([[maybe_unused]] RunContext const& context) const { return Leaves::kAll; }
 };
 
 }  // namespace fusedconv

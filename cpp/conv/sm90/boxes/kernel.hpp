@@ -11,6 +11,7 @@
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
 #include "cuda/async.hpp"
+#include "cuda/early.hpp"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/config.hpp"
 #include "cutlass/arch/reg_reconfig.h"
@@ -244,6 +245,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     int const producer =
         __reduce_max_sync(~0u, int(threadIdx.x) / 32 - Traits::kOwnConsumers * kWarpgroupWarps);
     if (producer >= Traits::kProducers || !cute::elect_one_sync()) return;
+    if (p.packed) device::wait_for_launch_in_front();
     if constexpr (Traits::kStationary) {
       if (producer == 0) {
         keep_filter<Traits>(p, maps, Block(p, Items<Traits>(p).block), barriers,
@@ -262,8 +264,12 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
                       .warp = __reduce_max_sync(~0u, thread / 32),
                       .lane = int(threadIdx.x % 32u)};
   consume<Traits, kExtra>(p, maps, barriers, shared, self);
-  // Shared memory lives until all copies have read it.
-  if (self.thread == 0) device::wait_stores_read();
+  if (self.thread == 0) {
+    // Shared memory lives until all copies have read it.
+    device::wait_stores_read();
+    // What is behind this launch is behind the one in front of it too.
+    device::wait_for_launch_in_front();
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::boxes

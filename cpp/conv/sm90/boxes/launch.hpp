@@ -13,6 +13,7 @@
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/rows.hpp"
 #include "conv/sm90/boxes/traits.hpp"
+#include "cuda/early.hpp"
 #include "cuda/launch.hpp"
 #include "fusedconv/check.hpp"
 
@@ -37,8 +38,8 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(shared_bytes));
   conv::check_launch(config, a.batch, "launch",
-                     device::launch(kernel, blocks, Traits::kBlockThreads, shared_bytes, stream, p,
-                                    maps_of(a, slabs)));
+                     device::launch_early(a.begins_early, kernel, blocks, Traits::kBlockThreads,
+                                          shared_bytes, stream, p, maps_of(a, slabs)));
 }
 
 template <Math kMath, Shape kShape>

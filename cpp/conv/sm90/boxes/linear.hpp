@@ -10,6 +10,7 @@
 
 #include "conv/sm90/boxes/columns.hpp"
 #include "cuda/async.hpp"
+#include "cuda/early.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::sm90::boxes {
@@ -97,6 +98,7 @@ class OwnColumns {
                                         Wait const& wait) const {
     bool const output = result == Result::kOutput;
     bool const scales = output && p.scale != nullptr, shifts = output && p.shift != nullptr;
+    if (scales || shifts) device::wait_for_launch_in_front();
     // All are under way before any is waited for.
     float scale[kOwn], shift[kOwn];
     Normalizing group[kOwn];

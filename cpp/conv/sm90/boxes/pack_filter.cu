@@ -3,6 +3,7 @@
 #include "conv/filter_source.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/passes.hpp"
+#include "cuda/early.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/tile.hpp"
@@ -76,6 +77,7 @@ template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_kernel(__grid_constant__ PackParams const p, uint32_t count,
                        T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::release_early();
   for (uint32_t i = blockIdx.x * kPackThreads + threadIdx.x; i < count;
        i += gridDim.x * kPackThreads) {
     uint32_t rest = i;
@@ -107,6 +109,7 @@ template <class T, bool kRounds>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_rows_kernel(__grid_constant__ PackParams const p, uint32_t count,
                             T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::release_early();
   uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
   if (i >= count) return;
   int const piece = int(i % kPieces), k = int(i / kPieces % p.padded_channels);
@@ -133,6 +136,7 @@ template <class T, bool kRounds, bool kTapsFirst>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_runs_kernel(__grid_constant__ PackParams const p, uint32_t count,
                             T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::release_early();
   uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
   if (i >= count) return;
   uint32_t const runs = uint32_t(p.padded_channels) * p.taps / kRun;
@@ -173,6 +177,7 @@ template <class T, int kTogether>
 __global__ void __launch_bounds__(kPackThreads)
     pack_filter_lines_kernel(__grid_constant__ PackParams const p, uint32_t count,
                              T const* __restrict__ weight, unsigned char* __restrict__ filter) {
+  device::release_early();
   uint32_t const i = blockIdx.x * kPackThreads + threadIdx.x;
   if (i >= count) return;
   uint32_t const groups = p.taps / kTogether, pieces = p.padded_channels / kVector<T>;

@@ -54,6 +54,7 @@ struct Arguments {
   // the activation unless that activates_output.
   groupnorm::Partial* partials = nullptr;
   bool activates_output = true;
+  bool begins_early = false;  // may: what is in front releases early
 };
 
 // One compiled kernel.
@@ -75,7 +76,8 @@ void append_bf16(std::vector<Row>& rows);
 // How a row serves a problem of any batch size on a device.
 struct Config {
   // See conv/steps.hpp.
-  static constexpr bool kScales = true, kPadsChannels = true, kSaves = true, kReadsWeight = true;
+  static constexpr bool kScales = true, kPadsChannels = true, kSaves = true, kReadsWeight = true,
+                        kBeginsEarly = true;
 
   Row const* row;  // of rows()
   Problem problem;

@@ -11,6 +11,7 @@
 #include "conv/sm90/lines/params.hpp"
 #include "conv/sm90/wait.hpp"
 #include "cuda/async.hpp"
+#include "cuda/early.hpp"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/reg_reconfig.h"
@@ -70,6 +71,7 @@ __device__ __forceinline__ void copy_all(Params const& p, Maps const& maps, Barr
   constexpr auto kStays = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
   constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   int const group = int(blockIdx.x) % p.groups;
+  device::wait_for_launch_in_front();  // the filter is packed
   device::arrive_and_expect(&barriers.kept, uint32_t(p.kept_bytes));
 #pragma unroll 1
   for (int rows = 0; rows < p.together * kTaps; ++rows) {

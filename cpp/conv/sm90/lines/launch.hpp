@@ -10,6 +10,7 @@
 #include "conv/sm90/boxes/map_axes.hpp"
 #include "conv/sm90/lines/kernel.hpp"
 #include "conv/sm90/lines/rows.hpp"
+#include "cuda/early.hpp"
 #include "cuda/launch.hpp"
 #include "fusedconv/check.hpp"
 
@@ -49,9 +50,10 @@ void launch(Arguments const& a, cudaStream_t stream) {
   int64_t const each = std::clamp<int64_t>(a.config.multiprocessors / s.groups, 1, tiles);
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
-  conv::check_launch(a.config, a.batch, "launch",
-                     device::launch(kernel, unsigned(each * s.groups), Own::kThreads,
-                                    s.shared_bytes, stream, Params::of(a), maps_of(a)));
+  conv::check_launch(
+      a.config, a.batch, "launch",
+      device::launch_early(a.begins_early, kernel, unsigned(each * s.groups), Own::kThreads,
+                           s.shared_bytes, stream, Params::of(a), maps_of(a)));
 }
 
 template <Math kMath, Shape kShape>

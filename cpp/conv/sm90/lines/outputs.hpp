@@ -6,6 +6,7 @@
 
 #include "conv/activate.hpp"
 #include "conv/sm90/lines/params.hpp"
+#include "cuda/early.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::sm90::lines {
@@ -62,6 +63,7 @@ __device__ __forceinline__ ChannelValues channel_values(Params const& p, Lane co
   int const channel = min(own.channel, p.output_channels - 1);
   float const bias =
       p.bias != nullptr ? device::to_float(static_cast<T const*>(p.bias)[channel]) : 0.0f;
+  if (p.scale != nullptr || p.shift != nullptr) device::wait_for_launch_in_front();
   float const shift = p.shift != nullptr ? p.shift[channel] : 0.0f;
   if (p.scale == nullptr) return {bias + shift, 1.0f, 0.0f};
   return {bias, p.scale[channel], shift};

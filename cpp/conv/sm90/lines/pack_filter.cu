@@ -6,6 +6,7 @@
 #include "conv/failure.hpp"
 #include "conv/sm90/lines/params.hpp"
 #include "conv/sm90/lines/rows.hpp"
+#include "cuda/early.hpp"
 #include "cuda/launch.hpp"
 #include "cutlass/fast_math.h"
 
@@ -24,6 +25,7 @@ struct Order {
 // Threads beside each other have rows beside each other, whose taps lie beside each other.
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(__grid_constant__ Order const order, uint16_t const* weight, uint4* filter) {
+  device::release_early();
   int const i = int(blockIdx.x) * kThreads + int(threadIdx.x);
   int vector, row;
   order.by_row(vector, row, i);

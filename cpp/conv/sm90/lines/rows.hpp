@@ -24,6 +24,7 @@ struct Arguments {
   float const* scale = nullptr;  // [K], or null: times the biased sum
   float const* shift = nullptr;  // [K], or null: added to that
   void* output = nullptr;        // channels first
+  bool begins_early = false;     // may: what is in front releases early
 };
 
 // One compiled kernel.
@@ -44,7 +45,7 @@ void append_bf16(std::vector<Row>& rows);
 // How a row serves a problem of any batch size on a device.
 struct Config {
   // See conv/steps.hpp.
-  static constexpr bool kScales = true;
+  static constexpr bool kScales = true, kBeginsEarly = true;
 
   Row const* row;  // of rows()
   TransposedProblem problem;

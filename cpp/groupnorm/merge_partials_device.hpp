@@ -116,12 +116,54 @@ __device__ __forceinline__ device::Moments merged_by_thread(MergeParams const& p
   return device::Moments::of(reference, running);
 }
 
+// Merges over the block's threads as merge_block() does, and once more about the mean that this
+// gives, by sums alone: offsets from a mean that is some deviations away, as channels' are, would
+// leave their roundings in every value that is normalised. Valid in thread 0.
+template <int kThreads>
+__device__ __forceinline__ device::Moments merge_block_twice(device::Moments const& own) {
+  __shared__ device::Moments shared_total;
+  __shared__ float2 shared_sums[kThreads / 32];
+  device::Moments total = device::merge_block<kThreads>(own);
+  if (threadIdx.x == 0) {
+    float2 const mean = device::two_sum(total.mean, total.low);
+    total.mean = mean.x;
+    total.low = mean.y;
+    shared_total = total;
+  }
+  __syncthreads();
+  float2 sums = {0.0f, 0.0f};  // of deviations and of their squares
+  if (own.count > 0.0f) {
+    float const delta = (own.mean - shared_total.mean) + (own.low - shared_total.low);
+    sums.x = own.count * delta;
+    sums.y = fmaf(sums.x, delta, own.m2);
+  }
+  auto const add_lanes = [&](int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) {
+      sums.x += __shfl_down_sync(~0u, sums.x, step);
+      sums.y += __shfl_down_sync(~0u, sums.y, step);
+    }
+  };
+  add_lanes(32);
+  if (threadIdx.x % 32 == 0) shared_sums[threadIdx.x / 32] = sums;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    sums = threadIdx.x < kThreads / 32 ? shared_sums[threadIdx.x] : float2{0.0f, 0.0f};
+    add_lanes(kThreads / 32);
+  }
+  if (threadIdx.x == 0 && total.count > 0.0f) {
+    float const correction = sums.x / total.count;
+    total.low += correction;
+    total.m2 = fmaf(-sums.x, correction, sums.y);
+  }
+  return total;
+}
+
 // Of a sample's group, by a block; valid in thread 0.
 template <int kThreads, class Parts>
 __device__ __forceinline__ Statistics merged_statistics(MergeParams const& p, Parts const& parts,
                                                         int sample_group) {
   constexpr int kAhead = kThreads == kMostMergeThreads ? 4 : 8;
-  return device::statistics_of(device::merge_block<kThreads>(merged_by_thread<kThreads, kAhead>(
+  return device::statistics_of(merge_block_twice<kThreads>(merged_by_thread<kThreads, kAhead>(
                                    p, parts, sample_group, int(threadIdx.x))),
                                p.eps);
 }

@@ -77,10 +77,10 @@ __device__ __forceinline__ device::RelativeMoments merged_parts(Partial const (&
 
 // The share of thread `thread` of kThreads in a sample's group, counted over the batch, in an order
 // that the problem of one sample decides. parts(sample, slot, channel) gives a Partial. A thread
-// merges every kThreads-th of the group's channels in all slots, about the mean of its first (both
-// parts of it, as either may hold most), with kAhead loads in flight: each may take as long as all
-// merges.
-template <int kThreads, int kAhead, class Parts>
+// merges every kThreads-th of the group's channels in all slots, about the mean of its first, with
+// kAhead loads in flight: each may take as long as all merges. kTogether: it merges these in two
+// passes, about both parts of that mean, as either may hold most; else one after the other.
+template <int kThreads, int kAhead, bool kTogether, class Parts>
 __device__ __forceinline__ device::Moments merged_by_thread(MergeParams const& p,
                                                             Parts const& parts, int sample_group,
                                                             int thread) {
@@ -105,57 +105,24 @@ __device__ __forceinline__ device::Moments merged_by_thread(MergeParams const& p
         ++slot;
       }
     }
-    if (running.count == 0.0f) {
+    if constexpr (kTogether) {
+      if (running.count == 0.0f) {
 #pragma unroll
-      for (int j = kAhead - 1; j >= 0; --j) {
-        if (loaded[j].count > 0.0f) reference = loaded[j].mean + loaded[j].low;
+        for (int j = kAhead - 1; j >= 0; --j) {
+          if (loaded[j].count > 0.0f) reference = loaded[j].mean + loaded[j].low;
+        }
+      }
+      running.merge(merged_parts(loaded, reference));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        auto const part = device::Moments::of(loaded[j]);
+        if (running.count == 0.0f && part.count > 0.0f) reference = part.mean;
+        running.merge(part.about(reference));
       }
     }
-    running.merge(merged_parts(loaded, reference));
   }
   return device::Moments::of(reference, running);
-}
-
-// Merges over the block's threads as merge_block() does, and once more about the mean that this
-// gives, by sums alone: offsets from a mean that is some deviations away, as channels' are, would
-// leave their roundings in every value that is normalised. Valid in thread 0.
-template <int kThreads>
-__device__ __forceinline__ device::Moments merge_block_twice(device::Moments const& own) {
-  __shared__ device::Moments shared_total;
-  __shared__ float2 shared_sums[kThreads / 32];
-  device::Moments total = device::merge_block<kThreads>(own);
-  if (threadIdx.x == 0) {
-    float2 const mean = device::two_sum(total.mean, total.low);
-    total.mean = mean.x;
-    total.low = mean.y;
-    shared_total = total;
-  }
-  __syncthreads();
-  float2 sums = {0.0f, 0.0f};  // of deviations and of their squares
-  if (own.count > 0.0f) {
-    float const delta = (own.mean - shared_total.mean) + (own.low - shared_total.low);
-    sums.x = own.count * delta;
-    sums.y = fmaf(sums.x, delta, own.m2);
-  }
-  auto const add_lanes = [&](int lanes) {
-    for (int step = lanes / 2; step > 0; step /= 2) {
-      sums.x += __shfl_down_sync(~0u, sums.x, step);
-      sums.y += __shfl_down_sync(~0u, sums.y, step);
-    }
-  };
-  add_lanes(32);
-  if (threadIdx.x % 32 == 0) shared_sums[threadIdx.x / 32] = sums;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    sums = threadIdx.x < kThreads / 32 ? shared_sums[threadIdx.x] : float2{0.0f, 0.0f};
-    add_lanes(kThreads / 32);
-  }
-  if (threadIdx.x == 0 && total.count > 0.0f) {
-    float const correction = sums.x / total.count;
-    total.low += correction;
-    total.m2 = fmaf(-sums.x, correction, sums.y);
-  }
-  return total;
 }
 
 // Of a sample's group, by a block; valid in thread 0.
@@ -163,9 +130,9 @@ template <int kThreads, class Parts>
 __device__ __forceinline__ Statistics merged_statistics(MergeParams const& p, Parts const& parts,
                                                         int sample_group) {
   constexpr int kAhead = kThreads == kMostMergeThreads ? 4 : 8;
-  return device::statistics_of(merge_block_twice<kThreads>(merged_by_thread<kThreads, kAhead>(
-                                   p, parts, sample_group, int(threadIdx.x))),
-                               p.eps);
+  auto const own =
+      merged_by_thread<kThreads, kAhead, false>(p, parts, sample_group, int(threadIdx.x));
+  return device::statistics_of(device::merge_block<kThreads>(own), p.eps);
 }
 
 // One block per sample and group.
@@ -194,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
   int const first = int(blockIdx.x) / kMergeBlocks * kGroups;
   int const lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   device::Moments part =
-      device::merge_warp<kLanes>(merged_by_thread<kMergeBlocks * kWarps * kLanes, kAhead>(
+      device::merge_warp<kLanes>(merged_by_thread<kMergeBlocks * kWarps * kLanes, kAhead, true>(
           p, parts, first + lane / kLanes, (rank * kWarps + warp) * kLanes + lane % kLanes));
   if (lane % kLanes == 0) of_warps[lane / kLanes][warp] = part;
   __syncthreads();

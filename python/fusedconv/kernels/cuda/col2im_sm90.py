@@ -15,17 +15,11 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import (
-    InPlaceRow,
-    filter_source,
-    supports_transposed,
-)
+from fusedconv.kernels.cuda.convolution import filter_source
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
-from fusedconv.kernels.cuda.taps import taps_config
+from fusedconv.kernels.cuda.taps import TransposedRow
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem
-from fusedconv.support import Support
 
 #: Of a launch.
 MOST_BLOCKS = (1 << 31) - 1
@@ -37,18 +31,11 @@ BEHIND_PASS_CYCLES = 5700.0
 BYTES_BOUND = 1.4
 
 
-class Col2imSm90(InPlaceRow):
+class Col2imSm90(TransposedRow):
     """A row of ``_C.sm90.col2im.rows()``."""
 
     provider = "col2im_sm90"
-
-    def config(self, problem: ForwardProblem, device: Device) -> Any:
-        aligned = readable_aligned(problem)
-        return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
-
-    def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        common = supports_transposed(problem, device, self.precision, self.ungrouped, 90)
-        return Support.of(self.config(problem, device).support) if common else common
+    architecture = 90
 
     def reads_weight(self, problem: ForwardProblem, config: Any) -> bool:
         assert problem.conv is not None
@@ -64,15 +51,7 @@ class Col2imSm90(InPlaceRow):
         cycles = LAUNCH_CYCLES + waves * config.block_cycles
         if not self.reads_weight(problem, config):
             cycles += BEHIND_PASS_CYCLES
-        chunks = -(-problem.batch // self.chunk(problem, config))
-        computed = cycles / device.clock_hertz * 1e3
-        size = problem.dtype.itemsize
-        moved = (problem.input_elements + problem.output_elements) * size
-        total = max(computed, BYTES_BOUND * device.copy_milliseconds(moved))
-        if problem.norm_groups:  # their moments are a pass of their own
-            total += device.copy_milliseconds(problem.output_elements * size)
-            total += chunks * device.launch_milliseconds
-        return float(total + self.milliseconds_beside(problem, device, chunks))
+        return self.milliseconds_of(problem, device, cycles, BYTES_BOUND)
 
 
 def kernels() -> list[Kernel]:

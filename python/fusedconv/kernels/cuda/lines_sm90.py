@@ -14,13 +14,10 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import readable_aligned
-from fusedconv.kernels.cuda.convolution import InPlaceRow, supports_transposed
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
-from fusedconv.kernels.cuda.taps import taps_config
+from fusedconv.kernels.cuda.taps import TransposedRow
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem
-from fusedconv.support import Support
 
 #: Tiles of a launch, a few less than 2**31.
 MOST_TILES = (1 << 31) - (1 << 17)
@@ -33,18 +30,11 @@ PACK_CYCLES = 5700.0
 BYTES_BOUND = 1.15
 
 
-class LinesSm90(InPlaceRow):
+class LinesSm90(TransposedRow):
     """A row of ``_C.sm90.lines.rows()``."""
 
     provider = "lines_sm90"
-
-    def config(self, problem: ForwardProblem, device: Device) -> Any:
-        aligned = readable_aligned(problem)
-        return taps_config(self.room, self.index, problem, problem.output_layout, aligned, device)
-
-    def supports(self, problem: ForwardProblem, device: Device) -> Support:
-        common = supports_transposed(problem, device, self.precision, self.ungrouped, 90)
-        return Support.of(self.config(problem, device).support) if common else common
+    architecture = 90
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return int(MOST_TILES // config.tiles)
@@ -56,15 +46,7 @@ class LinesSm90(InPlaceRow):
         waves *= math.ceil(config.groups / max(1, device.multiprocessors))
         cycles = LAUNCH_CYCLES + PACK_CYCLES + waves * config.tile_cycles
         cycles += KEPT_BYTE_CYCLES * config.kept_bytes
-        chunks = -(-problem.batch // self.chunk(problem, config))
-        computed = cycles / device.clock_hertz * 1e3
-        size = problem.dtype.itemsize
-        moved = (problem.input_elements + problem.output_elements) * size
-        total = max(computed, BYTES_BOUND * device.copy_milliseconds(moved))
-        if problem.norm_groups:  # their moments are a pass of their own
-            total += device.copy_milliseconds(problem.output_elements * size)
-            total += chunks * device.launch_milliseconds
-        return float(total + self.milliseconds_beside(problem, device, chunks))
+        return self.milliseconds_of(problem, device, cycles, BYTES_BOUND)
 
 
 def kernels() -> list[Kernel]:

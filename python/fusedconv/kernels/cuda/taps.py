@@ -100,18 +100,11 @@ def taps_config(
     return _config(room, row, problem.conv, problem.spatial, layout, aligned, device)
 
 
-class TapsRow(InPlaceRow):
-    """What rows of ``_C.taps``, ``_C.sm90.taps`` and ``_C.sm90.boxes`` serve: the same problems."""
+class TransposedRow(InPlaceRow):
+    """A row whose config is of the problem and of how its input lies."""
 
     #: The only compute capability, times ten, that it runs on; None for 8.0 and later.
     architecture: int | None = None
-    #: Of a launch.
-    most_blocks = MOST_BLOCKS
-
-    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
-        """Blocks that a sample of a served problem takes."""
-        assert problem.conv is not None
-        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
 
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         aligned = readable_aligned(problem)
@@ -121,12 +114,40 @@ class TapsRow(InPlaceRow):
         common = supports_transposed(
             problem, device, self.precision, self.ungrouped, self.architecture
         )
-        if not common:
-            return common
-        config = self.config(problem, device)
-        support = Support.of(config.support)
+        return Support.of(self.config(problem, device).support) if common else common
+
+    def milliseconds_of(
+        self, problem: ForwardProblem, device: Device, cycles: float, bytes_bound: float
+    ) -> float:
+        """What a problem takes whose convolution is so many cycles or, where its bytes bound it,
+        ``bytes_bound`` times a copy of as many, and whose moments are a pass of their own."""
+        size = problem.dtype.itemsize
+        moved = (problem.input_elements + problem.output_elements) * size
+        computed = cycles / device.clock_hertz * 1e3
+        total = max(computed, bytes_bound * device.copy_milliseconds(moved))
+        chunks = -(-problem.batch // self.chunk(problem, self.config(problem, device)))
+        if problem.norm_groups:
+            total += device.copy_milliseconds(problem.output_elements * size)
+            total += chunks * device.launch_milliseconds
+        return total + self.milliseconds_beside(problem, device, chunks)
+
+
+class TapsRow(TransposedRow):
+    """What rows of ``_C.taps``, ``_C.sm90.taps`` and ``_C.sm90.boxes`` serve: the same problems."""
+
+    #: Of a launch.
+    most_blocks = MOST_BLOCKS
+
+    def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
+        """Blocks that a sample of a served problem takes."""
+        assert problem.conv is not None
+        return int(math.prod(config.tiles) * config.blocks_m * problem.conv.groups)
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        support = super().supports(problem, device)
         if not support:
             return support
+        config = self.config(problem, device)
         blocks = self.sample_blocks(problem, config)
         if blocks > self.most_blocks:
             return Support.no(

@@ -152,6 +152,34 @@ def test_ends_of_lines_are_not_the_next_channels(precision, force):
 
 
 @PRECISIONS
+@pytest.mark.parametrize(("taps", "padding"), [(4, 1), (8, 2), (16, 4), (16, 5)])
+def test_a_folded_batch_norm(taps, padding, precision, force):
+    """Scale and shift in the epilogue, which change from call to call."""
+    force("lines_sm90")
+    x, weight, bias = layer(precision, taps=taps)
+    stride = taps // 2
+    mean, variance = torch.empty(40, device="cuda"), torch.empty(40, device="cuda")
+    for _ in range(6):
+        mean.uniform_(-3.0, 3.0)
+        variance.uniform_(0.2, 4.0)
+        poison()
+        with torch.no_grad():
+            actual = conv_transpose_act_norm(
+                x, weight, bias, stride, padding, activation="silu", order="norm_act",
+                norm="batch", running_mean=mean, running_var=variance,
+            )  # fmt: skip
+
+        def plain(x, weight, bias):
+            output = F.conv_transpose1d(x, weight, bias, stride, padding)
+            wide = x.dtype is torch.double
+            own = (mean.double(), variance.double()) if wide else (mean, variance)
+            return F.silu(F.batch_norm(output, *own))
+
+        exact = plain(*(each.double() for each in (x, weight, bias)))
+        assert relative_error(actual, exact) <= limit(plain, (x, weight, bias), exact, precision)
+
+
+@PRECISIONS
 def test_the_same_bits_each_time_and_in_any_batch(precision, force):
     force("lines_sm90")
     x, weight, bias = layer(precision, batch=7)

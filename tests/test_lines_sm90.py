@@ -112,6 +112,19 @@ def test_what_is_refused(changes, reason, precision):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize(("padding", "extra", "served"), [(0, 0, True), (1, 2, False)])
+def test_an_axis_of_one_position(kernel, padding, extra, served):
+    """Is none, unless its padding keeps the product off the output, which is the bias then."""
+    weight = torch.empty(256, 128, 1, 16, device="meta")
+    conv = geometry_of(
+        weight, stride=(3, 8), padding=(padding, 4), output_padding=(extra, 0), dilation=(1, 1)
+    )
+    made = layer(kernel, spatial=(1, 4096), conv=conv)
+    assert made.output_spatial == (1, 32768)
+    assert bool(kernel.supports(made, H200)) == served
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_who_shares_a_tile(kernel):
     """Consumers have rows of the filter of their own where memory holds these, else tiles."""
     few = kernel.config(layer(kernel, channels=64), H200)

@@ -33,7 +33,8 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
   for (int a = 0; a < kMaxAxes - 1; ++a) {
     AxisProblem const& other = p.axes[a];
-    if (other.input != 1 || other.output != 1 || other.kernel != 1) {
+    // Padding may keep the one product of such an axis off its one output.
+    if (other.input != 1 || other.output != 1 || other.kernel != 1 || other.padding != 0) {
       return refused("the convolution has more than one axis");
     }
   }

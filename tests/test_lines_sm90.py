@@ -102,6 +102,7 @@ def test_columns_are_each_output_once(kernel, seed):
         (dict(dilation=2), "the filter is dilated"),
         (dict(spatial=(4097,)), "lines of 4097 positions are no whole 16 bytes"),
         (dict(channels=768), "filters of 768 channels have no room"),
+        (dict(out=1 << 22), "34359738368 bytes, up to 17179869184 are served"),
     ],
 )
 def test_what_is_refused(changes, reason, precision):

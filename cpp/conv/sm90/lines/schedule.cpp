@@ -58,7 +58,8 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   Schedule s;
   s.axis = Axis::of(axis);
   int const padding = axis.padding;
-  // Pairs of phases stay together unless there is one.
+  // By an odd number one of a pair would be late and the other not, which a stride of two alone
+  // has a way for.
   s.rotation = stride == 2 || padding % 2 == 0 ? padding % stride : 0;
   s.base = s.rotation - padding;
   s.row_blocks = int(ceil_div(p.output_channels, s.row_channels()));
@@ -83,6 +84,11 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.tiles = int(ceil_div(last + 1 - (s.first + kFirstOutput), kOutputs));
   s.channel_pitch = int(round_up(p.channels, 8));
   s.filter_bytes = int64_t(s.groups) * s.together * kTaps * kRows * s.channel_pitch * 2;
+  // A thread packs a vector, and counts them all.
+  if (s.filter_bytes / 16 > kMostPixels) {
+    return refused(detail::join("the packed filter has ", s.filter_bytes, " bytes, up to ",
+                                16 * kMostPixels, " are served"));
+  }
   s.kept_bytes = s.together * row_bytes;
   s.shared_bytes = s.kept_bytes + s.stages * kStageBytes + kBarrierBytes;
   // Products of consumers follow each other, and each takes up its next tile once it has stored

@@ -102,6 +102,7 @@ USE_COMPILED = {
     "kernels.cuda.launches",
     "kernels.cuda.lines_sm90",
     "kernels.cuda.phase_planes",
+    "kernels.cuda.phases_sm90",
     "kernels.cuda.program",
     "kernels.cuda.sm80",
     "kernels.cuda.sm90",

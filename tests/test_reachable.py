@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "clusters_sm90": 90,
     "col2im_sm90": 90,
     "lines_sm90": 90,
+    "phases_sm90": 90,
     "taps_sm90": 90,
     "depthwise": 90,
     "groupnorm_cuda": 90,
@@ -56,8 +57,8 @@ SIZES = (
 PATCHES = ((4, (37, 37), 4), (4, (40, 40), 4), (16, (64, 64), 2), (2, (32, 32, 32), 2))
 #: As vocoders upsample a line: by half the kernel.
 LINES = ((8, (4096,), 16),)
-#: As decoders double a plane or a line.
-DOUBLED = ((16, (128, 128), 3), (16, (128, 128), 4), (8, (40000,), 4))
+#: As decoders double a plane, a volume or a line.
+DOUBLED = ((16, (128, 128), 3), (16, (128, 128), 4), (1, (32, 40, 40), 3), (8, (40000,), 4))
 #: As feature pyramids begin, with a LayerNorm over channels behind.
 PYRAMID = dict(batch=4, channels=768, spatial=(64, 64))
 #: (batch, channels, spatial extents, groups): groups of a few elements to millions.

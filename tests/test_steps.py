@@ -33,6 +33,7 @@ KERNELS = [
     (r"sm90_clusters_", [r"clusters::convolve"]),
     (r"sm90_col2im_", [r"col2im::convolve"]),
     (r"sm90_lines_", [r"lines::convolve"]),
+    (r"sm90_phases_", [r"phases::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),

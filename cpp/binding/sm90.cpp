@@ -83,6 +83,7 @@ void bind_sm90(py::module_& m) {
   bind_sm90_clusters(room);
   bind_sm90_col2im(room);
   bind_sm90_lines(room);
+  bind_sm90_phases(room);
   bind_sm90_runs(room);
   bind_sm90_taps(room);
   bind_sm90_wgrad(room);

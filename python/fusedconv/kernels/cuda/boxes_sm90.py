@@ -62,6 +62,16 @@ class BoxesSm90(TapsRow):
     architecture = 90
     most_blocks = (1 << 30) - 1
 
+    @property
+    def reads_planes(self) -> bool:
+        """Whether it reads channels first."""
+        return bool(self.row.planes)
+
+    @property
+    def stores_planes(self) -> bool:
+        """Whether it can store channels first."""
+        return bool(self.row.segments > 1)
+
     def config(self, problem: ForwardProblem, device: Device) -> Any:
         aligned = self._rewrites_input(problem) or readable_aligned(problem)
         layout = self._conv_layout(problem)
@@ -87,7 +97,7 @@ class BoxesSm90(TapsRow):
         conv = problem.conv
         assert conv is not None
         whole = has_whole_vectors(problem.channels, problem.dtype)
-        return not whole and conv.groups == 1 and not self.row.planes
+        return not whole and conv.groups == 1 and not self.reads_planes
 
     def _pads_output(self, problem: ForwardProblem) -> bool:
         """The same of what the convolution stores, which is cut behind it."""
@@ -103,13 +113,13 @@ class BoxesSm90(TapsRow):
 
     def _rewrites_input(self, problem: ForwardProblem) -> bool:
         """Whether it is transposed or padded first."""
-        if self.row.planes:
+        if self.reads_planes:
             return False
         return problem.output_layout != "nhwc" or self._pads_input(problem)
 
     def _conv_layout(self, problem: ForwardProblem) -> str:
         """Of the convolution's output."""
-        return problem.output_layout if self.row.segments > 1 else "nhwc"
+        return problem.output_layout if self.stores_planes else "nhwc"
 
     def _rewrites_output(self, problem: ForwardProblem) -> bool:
         """Whether a pass behind the convolution transposes or cuts it."""

@@ -159,14 +159,13 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
         in_flight = cursor.stage;
         cursor.advance(p.stages);
       }
+      outputs.place(part.sample, Origin(p, tile));
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (float& sum : sums) cute::warpgroup_fence_operand(sum);
       release(in_flight);
-      outputs.place(part.sample, Origin(p, tile));
       if constexpr (kDoes == Does::kFinishes) {
         outputs.finish(sums);
-        outputs.store(sums);
       } else {
         outputs.add_moments(sums, tile - part.first_tile < kConsumers);
       }

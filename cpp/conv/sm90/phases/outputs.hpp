@@ -26,6 +26,7 @@ class Outputs {
   static constexpr int kChannels = Traits::kChannels, kPhases = Traits::kPhases;
   static constexpr int kEights = Traits::kEights, kPhaseSums = Traits::kPhaseSums;
   static constexpr int kWhole = kChannels / 32;  // of which a lane has eight channels each
+  static constexpr int kPairs = kEights / 2;
   static constexpr bool kHalf = kChannels % 32 != 0;
   static constexpr uint32_t kAll = (1u << 2 * kPhases) - 1;
 
@@ -73,21 +74,30 @@ class Outputs {
     sync();
   }
 
+  // One line after the other: while the first is stored the other is computed.
   __device__ __forceinline__ void finish(Sums& sums) const {
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      float2 const scale = pair_of(values_.scale, j), shift = pair_of(values_.shift, j);
+    for (int line = 0; line < 2; ++line) {
 #pragma unroll
-      for (int phase = 0; phase < kPhases; ++phase) {
+      for (int j = 0; j < kEights; ++j) {
+        float2 const scale = pair_of(values_.scale, j), shift = pair_of(values_.shift, j);
 #pragma unroll
-        for (int line = 0; line < 2; ++line) {
+        for (int phase = 0; phase < kPhases; ++phase) {
           float &x = sums[index(phase, j, line)], &y = sums[index(phase, j, line) + 1];
           x = fmaf(x, scale.x, shift.x);
           y = fmaf(y, scale.y, shift.y);
         }
       }
+      if (p_.activation != Activation::kIdentity) {
+        dispatch_activation(p_.activation, [&](auto form) {
+#pragma unroll
+          for (int i = 0; i < Traits::kSums; ++i) {
+            if (i / 2 % 2 == line) activate_each<T, decltype(form)>(sums[i]);
+          }
+        });
+      }
+      store(sums, line);
     }
-    activate<T>(p_.activation, sums);
   }
 
   // Where a tile lies, for what follows.
@@ -116,66 +126,19 @@ class Outputs {
     output_ = static_cast<T*>(p_.output) + pixel * p_.output_channels + first_channel_;
   }
 
-  // A lane's channels are whole 16 bytes, or half of them, of which two neighbouring lanes make one
-  // of each of two neighbouring phases.
-  __device__ __forceinline__ void store(Sums const& sums) const {
-    int const t = lane_ % 4;
-    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
-    int64_t const plane_elements = line_elements * p_.outputs[1];
-#pragma unroll
-    for (int line = 0; line < 2; ++line) {
-#pragma unroll
-      for (int first = 0; first < kPhases; first += 2) {
-        int const even = first, odd = first + 1;  // along width
-        T* const pixel = output_ + has(first, kDepth) * plane_elements +
-                         (kStride * line + has(first, kHeight)) * line_elements;
-#pragma unroll
-        for (int ahead = 0; ahead < 2; ++ahead) {
-          int const phase = ahead ? odd : even;
-          bool const present = within(phase, line);
-#pragma unroll
-          for (int block = 0; block < kWhole; ++block) {
-            int const channel = block * 32 + t * kVector;
-            uint4 const vector{
-                packed(sums, phase, block * 4, line), packed(sums, phase, block * 4 + 1, line),
-                packed(sums, phase, block * 4 + 2, line), packed(sums, phase, block * 4 + 3, line)};
-            store_vector(pixel + ahead * p_.output_channels + channel, vector,
-                         present && first_channel_ + channel < p_.output_channels);
-          }
-        }
-        if constexpr (kHalf) {
-          bool const takes_odd = t % 2 != 0;
-          uint2 const evens{packed(sums, even, kEights - 2, line),
-                            packed(sums, even, kEights - 1, line)};
-          uint2 const odds{packed(sums, odd, kEights - 2, line),
-                           packed(sums, odd, kEights - 1, line)};
-          uint2 const own = takes_odd ? odds : evens, given = takes_odd ? evens : odds;
-          uint2 const taken{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
-          uint4 const vector = takes_odd ? uint4{taken.x, taken.y, own.x, own.y}
-                                         : uint4{own.x, own.y, taken.x, taken.y};
-          int const channel = kWhole * 32 + t / 2 * kVector;
-          bool const present = takes_odd ? within(odd, line) : within(even, line);
-          store_vector(pixel + takes_odd * p_.output_channels + channel, vector,
-                       present && first_channel_ + channel < p_.output_channels);
-        }
-      }
-    }
-  }
-
   // ---- moments of a part ----
 
-  __device__ __forceinline__ void begin_moments() const {
-    int const warp = thread_ / 32;
-    for (int i = lane_; i < kChannels; i += 32) {
-      values_.sums[warp][i] = 0.0f;
-      values_.squares[warp][i] = 0.0f;
+  __device__ __forceinline__ void begin_moments() {
+    count_ = 0;
+#pragma unroll
+    for (auto& own : totals_) {
+#pragma unroll
+      for (float& total : own) total = 0.0f;
     }
-    if (lane_ == 0) values_.counts[warp] = 0.0f;
-    __syncwarp();
   }
 
   // Of a tile's values; the first value of each channel in the part is its pivot.
-  __device__ __forceinline__ void add_moments(Sums const& sums, bool first) const {
+  __device__ __forceinline__ void add_moments(Sums const& sums, bool first) {
     if (first) {
       if (thread_ < 4) {
 #pragma unroll
@@ -193,11 +156,34 @@ class Outputs {
     } else {
       add<false>(sums);
     }
-    int const count = __reduce_add_sync(~0u, lane_ % 4 == 0 ? __popc(within_) : 0);
-    if (lane_ == 0) values_.counts[thread_ / 32] += float(count);
+    count_ += __popc(within_);
   }
 
-  __device__ __forceinline__ void leave_moments(int sample, int part, int which) const {
+  // Sums and sums of squares of each four channels, eight in all, are added up over the eight lanes
+  // that have them, which keep one each.
+  __device__ __forceinline__ void leave_moments(int sample, int part, int which) {
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+      bool const upper = lane_ / 4 & half;
+#pragma unroll
+      for (auto& own : totals_) {
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+          float const given = upper ? own[i] : own[i + half];
+          float const kept = upper ? own[i + half] : own[i];
+          own[i] = kept + __shfl_xor_sync(~0u, given, half * 4);
+        }
+      }
+    }
+    // Of lanes 4 r + t: r / 4 is whether squares, r / 2 % 2 which eight, r % 2 which channel.
+    int const warp = thread_ / 32;
+    float* const to = lane_ >> 4 ? values_.squares[warp] : values_.sums[warp];
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      to[own_channel(pair * 2 + (lane_ >> 3 & 1)) + (lane_ >> 2 & 1)] = totals_[pair][0];
+    }
+    int const count = __reduce_add_sync(~0u, lane_ % 4 == 0 ? count_ : 0);
+    if (lane_ == 0) values_.counts[warp] = float(count);
     sync();
     if (thread_ < kChannels && first_channel_ + thread_ < p_.output_channels) {
       float total = 0.0f, squares = 0.0f, count = 0.0f;
@@ -241,6 +227,50 @@ class Outputs {
   __device__ __forceinline__ bool within(int phase, int line) const {
     return within_ >> (line * kPhases + phase) & 1;
   }
+  // A lane's channels are whole 16 bytes, or half of them, of which two neighbouring lanes make one
+  // of each of two neighbouring phases.
+  __device__ __forceinline__ void store(Sums const& sums, int line) const {
+    int const t = lane_ % 4;
+    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
+    int64_t const plane_elements = line_elements * p_.outputs[1];
+    auto const packed = [&](int phase, int j) {
+      int const i = index(phase, j, line);
+      return device::Pack<T, 2>::of({sums[i], sums[i + 1]}).bits[0];
+    };
+#pragma unroll
+    for (int even = 0; even < kPhases; even += 2) {
+      int const odd = even + 1;  // along width
+      T* const pixel = output_ + has(even, kDepth) * plane_elements +
+                       (kStride * line + has(even, kHeight)) * line_elements;
+#pragma unroll
+      for (int ahead = 0; ahead < 2; ++ahead) {
+        int const phase = even + ahead;
+#pragma unroll
+        for (int block = 0; block < kWhole; ++block) {
+          int const channel = block * 32 + t * kVector, j = block * 4;
+          store_vector(
+              pixel + ahead * p_.output_channels + channel,
+              {packed(phase, j), packed(phase, j + 1), packed(phase, j + 2), packed(phase, j + 3)},
+              within(phase, line) && first_channel_ + channel < p_.output_channels);
+        }
+      }
+      if constexpr (kHalf) {
+        constexpr int j = kEights - 2;
+        bool const takes_odd = t % 2 != 0;
+        uint2 const evens{packed(even, j), packed(even, j + 1)};
+        uint2 const odds{packed(odd, j), packed(odd, j + 1)};
+        uint2 const own = takes_odd ? odds : evens, given = takes_odd ? evens : odds;
+        uint2 const taken{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
+        uint4 const vector = takes_odd ? uint4{taken.x, taken.y, own.x, own.y}
+                                       : uint4{own.x, own.y, taken.x, taken.y};
+        int const channel = kWhole * 32 + t / 2 * kVector;
+        bool const present = takes_odd ? within(odd, line) : within(even, line);
+        store_vector(pixel + takes_odd * p_.output_channels + channel, vector,
+                     present && first_channel_ + channel < p_.output_channels);
+      }
+    }
+  }
+
   // Else the compiler makes some of them stores of four bytes, and jumps over each.
   __device__ __forceinline__ static void store_vector(T* target, uint4 const& v, bool present) {
     asm volatile(
@@ -252,21 +282,14 @@ class Outputs {
         "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(uint32_t(present))
         : "memory");
   }
-  __device__ __forceinline__ static uint32_t packed(Sums const& sums, int phase, int j, int line) {
-    int const i = index(phase, j, line);
-    return device::Pack<T, 2>::of({sums[i], sums[i + 1]}).bits[0];
-  }
-
-  // Sums and sums of squares about the pivots: those of four channels, eight in all, are added up
-  // over the eight lanes that have them, which keep one each.
+  // Sums and sums of squares about the pivots.
   template <bool kAllWithin>
-  __device__ __forceinline__ void add(Sums const& sums) const {
-    constexpr int kPairs = kEights / 2;
-    float values[kPairs][8];
+  __device__ __forceinline__ void add(Sums const& sums) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
       float2 const pivot = pair_of(values_.pivot, j);
-      float2 total{0.0f, 0.0f}, squares{0.0f, 0.0f};
+      int const side = j % 2 * 2;
+      float (&own)[8] = totals_[j / 2];
 #pragma unroll
       for (int phase = 0; phase < kPhases; ++phase) {
 #pragma unroll
@@ -274,37 +297,12 @@ class Outputs {
           float x = sums[index(phase, j, line)] - pivot.x;
           float y = sums[index(phase, j, line) + 1] - pivot.y;
           if (!kAllWithin && !within(phase, line)) x = y = 0.0f;
-          total.x += x;
-          total.y += y;
-          squares.x = fmaf(x, x, squares.x);
-          squares.y = fmaf(y, y, squares.y);
+          own[side] += x;
+          own[side + 1] += y;
+          own[4 + side] = fmaf(x, x, own[4 + side]);
+          own[4 + side + 1] = fmaf(y, y, own[4 + side + 1]);
         }
       }
-      int const side = j % 2 * 2;
-      values[j / 2][side] = total.x;
-      values[j / 2][side + 1] = total.y;
-      values[j / 2][4 + side] = squares.x;
-      values[j / 2][4 + side + 1] = squares.y;
-    }
-#pragma unroll
-    for (int half = 4; half > 0; half /= 2) {
-      bool const upper = lane_ / 4 & half;
-#pragma unroll
-      for (auto& own : values) {
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-          float const given = upper ? own[i] : own[i + half];
-          float const kept = upper ? own[i + half] : own[i];
-          own[i] = kept + __shfl_xor_sync(~0u, given, half * 4);
-        }
-      }
-    }
-    // Of lanes 4 r + t: r / 4 is whether squares, r / 2 % 2 which eight, r % 2 which channel.
-    int const warp = thread_ / 32;
-    float* const to = lane_ >> 4 ? values_.squares[warp] : values_.sums[warp];
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      to[own_channel(pair * 2 + (lane_ >> 3 & 1)) + (lane_ >> 2 & 1)] += values[pair][0];
     }
   }
 
@@ -315,6 +313,8 @@ class Outputs {
   int sample_ = -1;
   uint32_t within_ = 0;  // bits of lines and phases
   T* output_ = nullptr;
+  int count_ = 0;            // of values, of moments
+  float totals_[kPairs][8];  // of each four channels their sums, then sums of squares
 };
 
 }  // namespace fusedconv::conv::sm90::phases

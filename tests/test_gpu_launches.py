@@ -238,6 +238,21 @@ def test_launches_that_begin_early_wait_for_what_is_in_front(dtype, layout, forc
         assert (one.float() - other).abs().max() < 2e-2 * other.abs().max()
 
 
+def test_a_step_leaves_no_memory_behind():
+    """Neither workspaces nor what a node keeps of a call that is known again."""
+    layer = Layer("group", "nchw")
+    x = layer.input()
+    grad = torch.randn_like(layer(x))
+    allocated = set()
+    for _ in range(8):
+        layer.step(x, grad)
+        for leaf in layer.leaves:
+            leaf.grad = None
+        torch.cuda.synchronize()
+        allocated.add(torch.cuda.memory_allocated())
+    assert len(allocated) == 1
+
+
 def test_addresses_that_seldom_come_again_make_few_graphs():
     layer = Layer("batch", "nhwc")
     held = []

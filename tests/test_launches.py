@@ -205,7 +205,7 @@ def test_profilers_see_every_call():
     input = aligned(8)
     for _ in range(3):
         repeating.repeated(plan, (), (input,), lambda: call(input))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         repeating.repeated(plan, (), (input,), lambda: call(input))
     assert len(calls) == 3
 

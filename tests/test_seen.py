@@ -147,6 +147,30 @@ def test_transforms_and_tracers_see_a_call(known):
     assert not any(known.recalls)
 
 
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.")
+def test_transforms_see_a_call_of_tensors_that_they_do_not_wrap(known):
+    """Which goes by no node of autograd that asks for them."""
+    leaves = [t.clone().requires_grad_() for t in vars(known.tensors).values()]
+    for _ in range(3):
+        known.call(*leaves)
+    assert known.recalls == [False, False, True, True]
+    known.recalls.clear()
+    torch.vmap(lambda x: known.call(*leaves).sum() + x)(torch.ones(2))
+    torch.func.grad(lambda x: known.call(*leaves).sum() + x)(torch.ones(()))
+    torch.func.jvp(lambda x: known.call(*leaves).sum() + x, (torch.ones(()),), (torch.ones(()),))
+    assert known.recalls and not any(known.recalls)
+
+
+def test_a_tensor_that_a_transform_has_left_wrapped(known):
+    left = []
+    torch.func.grad(lambda weight: left.append(weight) or weight.sum())(known.tensors.weight)
+    x = known.tensors.x.clone().requires_grad_()
+    expected = known.call(input=x)
+    for _ in range(3):
+        assert torch.equal(known.call(input=x, weight=left[0]), expected)
+    assert not any(known.recalls[1:])
+
+
 def test_grad_mode_and_forced_kernels_tell_calls_apart(known, force):
     weight = nn.Parameter(known.tensors.weight)
     for grad in (True, False, True, False):
@@ -221,6 +245,42 @@ def test_gradients_of_a_known_call(known):
     first, second = gradients(), gradients()
     assert known.recalls == [False, False, True]
     assert all(map(torch.equal, first, second))
+
+
+def test_saved_tensors_of_a_known_call_are_brought_back_where_hooks_change_them(known):
+    """Of the one call: nodes of calls that are known again share what they keep beside tensors."""
+    leaves = [t.clone().requires_grad_() for t in vars(known.tensors).values()]
+    forms = []
+
+    def unpacked(tensor):
+        forms.append(tensor.dim())
+        return tensor if tensor.dim() < 4 else tensor.contiguous(memory_format=torch.channels_last)
+
+    def gradients(hooked):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpacked)
+        with hooks if hooked else contextlib.nullcontext():
+            output = known.call(*leaves)
+        return torch.autograd.grad(output.square().sum(), leaves)
+
+    expected = gradients(False)
+    for hooked in (False, True, False, True):
+        for found, each in zip(gradients(hooked), expected, strict=True):
+            torch.testing.assert_close(found, each)
+        assert bool(forms) == hooked
+        forms.clear()
+    assert known.recalls == [False, False, True, True, True, True]
+
+
+def test_a_known_call_that_is_recorded_has_its_backward_pass_recorded(known):
+    leaves = [t.clone().requires_grad_() for t in vars(known.tensors).values()]
+    for _ in range(2):
+        known.call(*leaves).sum().backward()
+    with fusedconv.record_problems() as problems:
+        known.call(*leaves).sum().backward()
+    assert len(problems) == 2
+    with fusedconv.record_problems() as problems:
+        known.call(*leaves)
+    assert len(problems) == 1
 
 
 def test_calls_that_torchs_operators_serve_are_known_too(known, force):

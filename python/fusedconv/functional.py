@@ -106,7 +106,7 @@ def conv_transpose_act_norm(
         if running_mean is not None:
             return ops.batch_norm.again(seen, tensors)
         if seen.save:
-            return ops.conv_transpose.direct(seen.plan, seen.template, *tensors)
+            return ops.conv_transpose.again(seen.kept, *tensors)
         return seen.plan.run(input, weight, bias, norm_weight, norm_bias).output
     tensor("input", input)
     tensor("weight", weight)
@@ -266,16 +266,16 @@ def _direct(
     """A call by its plan, kept for ``ops.recall`` where it has ``arguments``. ``tensors`` are the
     caller's, with running statistics where norm weight and bias of ``call`` are folded."""
     is_folded = len(tensors) > len(call.tensors)
-    template = ops.conv_transpose.template(call) if save or is_folded else None
+    kept = ops.conv_transpose.kept(plan, call) if save or is_folded else None
     if arguments is not None:
-        ops.remember(tensors, arguments, plan, save, template)
+        ops.remember(tensors, arguments, plan, save, kept)
     if is_folded and isinstance(plan, FollowedPlan):
         return ops.batch_norm.followed(plan, call.eps, *tensors)
     if not save:
         return run(plan, *call.tensors).output
     if is_folded:
-        return ops.batch_norm.direct(plan, template, call.tensors[3:], *tensors)
-    return ops.conv_transpose.direct(plan, template, *tensors)
+        return ops.batch_norm.direct(kept, call.tensors[3:], *tensors)
+    return ops.conv_transpose.direct(kept, *tensors)
 
 
 def _lowered(tensor: Tensor, low: torch.dtype) -> Tensor:
@@ -329,7 +329,7 @@ def group_norm(
     seen = ops.recall(tensors, arguments)
     if seen is not None:
         if seen.save:
-            return ops.group_norm.direct(seen.plan, seen.template, *tensors)
+            return ops.group_norm.again(seen.kept, *tensors)
         return seen.plan.run(input, None, None, weight, bias).output
     tensor("input", input)
     tensor("weight", weight, optional=True)
@@ -352,11 +352,11 @@ def group_norm(
         in_torch = ops.followed(plan, call, ops.group_norm.GRADIENTS, tensors) if save else None
         if in_torch is not None:
             plan, save = in_torch, False
-        template = call.without_tensors() if save else None
+        kept = ops.group_norm.kept(plan, call) if save else None
         if output_dtype is None:
-            ops.remember(tensors, arguments, plan, save, template)
+            ops.remember(tensors, arguments, plan, save, kept)
         if save:
-            return ops.group_norm.direct(plan, template, *tensors)
+            return ops.group_norm.direct(kept, *tensors)
         return run(plan, input, None, None, weight, bias).output
     if torch.onnx.is_in_onnx_export():
         return ops.group_norm.in_torch(*call)[0]

@@ -18,9 +18,11 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr int64_t kMost = 0x7fffffff;
   FUSEDCONV_CHECK(blocks <= kMost, a.config.row->name, ": blocks: got ", blocks,
                   ", expected at most ", kMost);
+  // Outputs come last there.
+  int const bytes = s.shared_bytes - (a.output == nullptr ? s.staged_bytes : 0);
   conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
                      device::allow_shared_bytes<kernel>(s.shared_bytes));
-  device::launch(kernel, unsigned(blocks), kThreads, s.shared_bytes, stream, Params::of<kMath>(a));
+  device::launch(kernel, unsigned(blocks), kThreads, bytes, stream, Params::of<kMath>(a));
   conv::check_launch(a.config, a.batch, "launch", cudaGetLastError());
 }
 
@@ -33,7 +35,9 @@ void dispatch_known(Arguments const& a, Body const& body) {
     case Activation::kRelu: return body(Before<activations::Relu>());
     case Activation::kGelu: return body(Before<activations::Gelu>());
     case Activation::kSilu:
-      if (is_rough<kMath>(a)) return body(RoughSilu());
+      if constexpr (kMath == Math::kBF16) {
+        if (is_rough<kMath>(a)) return body(RoughSilu());
+      }
       return body(Before<activations::Silu>());
     default: return body(Any());
   }

@@ -14,7 +14,9 @@ namespace fusedconv::conv::few {
 template <Math kMath>
 bool is_rough(Arguments const& a) {
   bool const normalises = a.partials != nullptr || a.norm != nullptr;
-  return kMath == Math::kBF16 && a.activation == Activation::kSilu && normalises && !a.rounds;
+  bool const saves = a.partials != nullptr && a.output != nullptr;
+  return kMath == Math::kBF16 && a.activation == Activation::kSilu && normalises && !a.rounds &&
+         !saves;
 }
 
 struct Params {
@@ -25,13 +27,14 @@ struct Params {
   groupnorm::Partial* partials;
   groupnorm::Affine affine;  // behind the activation, where it has statistics
   Activation activation;
-  bool rounds, rough;
+  bool rounds, rough, vectors;
   int channels, output_channels;
   int64_t stride_c, stride_k, stride_t, stride_r, stride_s;  // of the weight
   int input_extent[kMaxAxes], output_extent[kMaxAxes], shift[kMaxAxes];
   int64_t input_pixels, output_pixels;
   int lines, planes, tiles_d, width_tiles, box_columns, box_lines, staged_channel, staged_elements,
       buffers;
+  int unit_lines, unit_widths;  // from a unit of a warp to its next, as lines and parts of these
   int box_bytes, operand_bytes;
   cutlass::FastDivmod tiles_h, depth_tiles, channel_blocks, columns, widths;
 
@@ -52,6 +55,7 @@ struct Params {
     p.activation = a.activation;
     p.rounds = a.rounds;
     p.rough = is_rough<kMath>(a);
+    p.vectors = s.vectors;
     p.channels = c.channels;
     p.output_channels = c.output_channels;
     p.stride_c = config.source.stride_c;
@@ -75,6 +79,8 @@ struct Params {
     p.staged_channel = s.staged_channel;
     p.staged_elements = s.staged_elements;
     p.buffers = s.buffers;
+    p.unit_lines = kWarps / s.width_tiles;
+    p.unit_widths = kWarps % s.width_tiles;
     p.box_bytes = s.box_bytes;
     p.operand_bytes = s.operand_bytes;
     p.tiles_h = cutlass::FastDivmod(s.tiles[1]);

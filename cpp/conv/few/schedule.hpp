@@ -27,13 +27,31 @@ namespace fusedconv::conv::few {
 inline constexpr int kThreads = 256;
 inline constexpr int kWarp = 32;
 inline constexpr int kWarps = kThreads / kWarp;
-inline constexpr int kMostInputs = 4;      // channels, padded with zeros to as many
-inline constexpr int kBlockChannels = 16;  // of a block, padded likewise
-inline constexpr int kQuotients = 16;      // along width, that a warp computes at once
+inline constexpr int kMostInputs = 4;           // channels, padded with zeros to as many
+inline constexpr int kBlockChannels = 16;       // of a block, padded likewise
+inline constexpr int kGroups = 2;               // of quotients, eight of a product each
+inline constexpr int kQuotients = 8 * kGroups;  // along width, that a warp computes at once
 inline constexpr int kStride = 2;
 inline constexpr int kTaps = 3;
-inline constexpr int kBlocks = 2;  // of a multiprocessor, as far as registers go
-// Of a block's channels: 9 products' operands, for even and odd outputs and halves of the channels.
+// Planes of the input in shared memory, where there are several: the two that outputs meet, and one
+// that is stored while others may still read the one in front of them.
+inline constexpr int kPlaneSlots = 3;
+// Of a channel of outputs in shared memory: what is copied at least, and what memory's lines have.
+inline constexpr int kVectorBytes = 16;
+inline constexpr int kLineBytes = 128;
+// Blocks of a multiprocessor as far as shared memory goes, where lines are not too long for as
+// many.
+constexpr int blocks_of(Math math) { return math == Math::kTf32 ? 2 : 4; }
+// And as far as registers go: more would keep some of theirs in local memory.
+constexpr int blocks_of(Math math, bool moments) {
+  return math == Math::kTf32 ? (moments ? 3 : 2) : (moments ? 4 : 3);
+}
+// A lane's channels of a block, neighbours, and its outputs of each along width, which follow one
+// another.
+inline constexpr int kSlots = 2;
+inline constexpr int kRun = kQuotients * kStride / 4;
+// Of a block's channels: 9 products' operands, for even and odd outputs and halves of the channels,
+// of two elements a lane each.
 inline constexpr int kOperands = 9 * 2 * 2;
 inline constexpr int kMomentsBytes = kWarps * kBlockChannels * 16;
 
@@ -51,8 +69,9 @@ struct Schedule {
   // In shared memory: inputs of a line, lines of a plane, and elements from a channel of staged
   // outputs to its next and from a plane's to another's.
   int box_columns = 0, box_lines = 0, staged_channel = 0, staged_elements = 0;
-  int buffers = 0;  // for staged planes: two, or one where lines are too long
-  int box_bytes = 0, operand_bytes = 0, shared_bytes = 0;
+  int buffers = 0;       // for staged planes: two, or one where lines are too long
+  bool vectors = false;  // all runs of outputs begin at whole ones, as far as the tensor does
+  int box_bytes = 0, operand_bytes = 0, staged_bytes = 0, shared_bytes = 0;
 
   int64_t sample_tiles() const { return int64_t(tiles[0]) * tiles[1]; }
 };

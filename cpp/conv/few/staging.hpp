@@ -5,6 +5,7 @@
 
 #include "conv/few/params.hpp"
 #include "conv/few/products.hpp"
+#include "conv/few/sums.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::few {
@@ -36,55 +37,54 @@ __device__ __forceinline__ constexpr int tap_of(bool odd, int input) {
 }
 
 // Where products of a line of outputs begin in the list of weights' operands, by the parity of its
-// plane and of the line in that.
+// plane and of the line in that. Those of an odd plane's line are in pairs, of its two planes of
+// the input.
 __device__ __forceinline__ constexpr int first_product(bool odd_plane, bool odd_line) {
   return odd_plane ? (odd_line ? 5 : 3) : (odd_line ? 1 : 0);
 }
 
-// The weights' operands to shared memory: [product, lane, parity along width, half of the channels,
-// register].
-template <Math kMath, bool kDeep>
+// The weights' operands to shared memory, as large as Known has sums: [quad, lane, register].
+template <Math kMath, bool kDeep, class Known>
 __device__ __forceinline__ void stage_weights(Params const& p, Tile const& tile,
                                               uint32_t* operands) {
   using P = Products<kMath>;
   using T = typename P::Element;
   T const* const weight = static_cast<T const*>(p.weight);
-  constexpr int kRegisters = kOperands * kWarp * P::kWeights;
+  constexpr int kRegisters = kOperands * kWarp * 2 / P::kValues;
   for (int i = int(threadIdx.x); i < kRegisters; i += kThreads) {
-    int const word = i % P::kWeights, list = i / P::kWeights;
-    int const half = list % 2, parity = list / 2 % 2, lane = list / 4 % kWarp;
-    int const product = list / (4 * kWarp);
-    bool const odd_plane = product >= 3;
-    bool const odd_line = odd_plane ? product >= 5 : product >= 1;
-    int const number = product - first_product(odd_plane, odd_line);
-    int const z = number / taps_of(odd_line), y = number % taps_of(odd_line);
-    int const k = tile.channel + half * 8 + lane / 4;
-    device::Pack<T, P::kPerRegister> pack;
+    int const word = i % 4, lane = i / 4 % kWarp;
+    Place const place = P::place(i / (4 * kWarp), word);
+    bool const odd_plane = place.product >= first_product(true, false);
+    bool const odd_line = place.product >= first_product(odd_plane, true);
+    int const number = place.product - first_product(odd_plane, odd_line);
+    int const z = odd_plane ? number % 2 : 0, y = odd_plane ? number / 2 : number;
+    int const k = tile.channel + channel_of(place.half, lane);
+    device::Pack<T, P::kValues> pack;
 #pragma unroll
-    for (int v = 0; v < P::kPerRegister; ++v) {
+    for (int v = 0; v < P::kValues; ++v) {
       int neighbour, channel;
-      P::place(lane, P::kPerRegister == 1 ? word : v, neighbour, channel);
+      P::meets(lane, word, v, neighbour, channel);
       T value = T(0.0f);
-      bool const met = parity == 1 || neighbour == 0;
+      bool const met = place.parity == 1 || neighbour == 0;
       if (met && channel < p.channels && k < p.output_channels && (kDeep || !odd_plane)) {
         int const t = kDeep ? tap_of(odd_plane, z) : 0;
-        value =
-            weight[channel * p.stride_c + k * p.stride_k + t * p.stride_t +
-                   tap_of(odd_line, y) * p.stride_r + tap_of(parity == 1, neighbour) * p.stride_s];
+        value = weight[channel * p.stride_c + k * p.stride_k + t * p.stride_t +
+                       tap_of(odd_line, y) * p.stride_r +
+                       tap_of(place.parity == 1, neighbour) * p.stride_s];
       }
-      pack.values[v] = P::staged(value);
+      pack.values[v] = P::staged(T(Known::kScale * device::to_float(value)));
     }
     operands[i] = pack.bits[0];
   }
 }
 
-// Planes of the input under the tile, zeros outside: [line, column, channel]. Which pixels are a
-// thread's is the same for all of them.
+// Planes of the input under the tile, zeros outside: [slot, line, column, channel]. Which pixels
+// are a thread's is the same for all of them.
 template <Math kMath>
 class PlaneStaging {
   using P = Products<kMath>;
   using T = typename P::Element;
-  static constexpr int kHeld = 2;  // pixels of a thread that wait in registers
+  static constexpr int kAtOnce = 2;  // pixels of a thread
   static constexpr int kOutside = -1;
 
  public:
@@ -95,27 +95,38 @@ class PlaneStaging {
         sample_(static_cast<T const*>(p.input) +
                 int64_t(tile.sample) * p.channels * p.input_pixels) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) offsets_[i] = offset_of(int(threadIdx.x) + i * kThreads);
+    for (int i = 0; i < kAtOnce; ++i) offsets_[i] = offset_of(int(threadIdx.x) + i * kThreads);
   }
 
-  // What a thread holds of plane `plane`, which may be outside, is under way behind begin(), and in
-  // shared memory behind end() and a barrier.
-  __device__ __forceinline__ void begin(int plane) {
-    T const* const source = plane_of(plane);
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) load(held_[i], source, offsets_[i]);
-  }
-  __device__ __forceinline__ void end(int plane) {
+  // What a thread has of a plane.
+  struct Held {
+    T values[kAtOnce][kMostInputs] = {};
+  };
+
+  // Plane `plane`, which may be outside, is under way behind load(), and in shared memory behind
+  // store() and a barrier.
+  __device__ __forceinline__ Held load(int plane) const {
     int const pixels = p_.box_lines * p_.box_columns;
-    T* const target = box_ + (plane & 1) * pixels * kMostInputs;
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      int const pixel = int(threadIdx.x) + i * kThreads;
-      if (pixel < pixels) store(held_[i], target, pixel);
-    }
-    if (pixels <= kHeld * kThreads) return;
     T const* const source = plane_of(plane);
-    for (int i = int(threadIdx.x) + kHeld * kThreads; i < pixels; i += kThreads) {
+    Held held;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      // Few warps have more than one.
+      if (int(threadIdx.x) + i * kThreads < pixels) load(held.values[i], source, offsets_[i]);
+    }
+    return held;
+  }
+  __device__ __forceinline__ void store(Held const& held, int plane, int slot) const {
+    int const pixels = p_.box_lines * p_.box_columns;
+    T* const target = box_ + slot * pixels * kMostInputs;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const pixel = int(threadIdx.x) + i * kThreads;
+      if (pixel < pixels) store(held.values[i], target, pixel);
+    }
+    if (pixels <= kAtOnce * kThreads) return;
+    T const* const source = plane_of(plane);
+    for (int i = int(threadIdx.x) + kAtOnce * kThreads; i < pixels; i += kThreads) {
       T pixel[kMostInputs];
       load(pixel, source, offset_of(i));
       store(pixel, target, i);
@@ -123,6 +134,11 @@ class PlaneStaging {
   }
 
  private:
+  // None where it is outside.
+  __device__ __forceinline__ T const* plane_of(int plane) const {
+    if (unsigned(plane) >= unsigned(p_.input_extent[0])) return nullptr;
+    return sample_ + int64_t(plane) * p_.input_extent[1] * p_.input_extent[2];
+  }
   __device__ __forceinline__ int offset_of(int pixel) const {
     int line, column;
     p_.columns(line, column, pixel);
@@ -130,11 +146,6 @@ class PlaneStaging {
     bool const inside = line < p_.box_lines && unsigned(y) < unsigned(p_.input_extent[1]) &&
                         unsigned(x) < unsigned(p_.input_extent[2]);
     return inside ? y * p_.input_extent[2] + x : kOutside;
-  }
-  // None where it is outside.
-  __device__ __forceinline__ T const* plane_of(int plane) const {
-    if (unsigned(plane) >= unsigned(p_.input_extent[0])) return nullptr;
-    return sample_ + int64_t(plane) * p_.input_extent[1] * p_.input_extent[2];
   }
   __device__ __forceinline__ void load(T (&pixel)[kMostInputs], T const* plane, int offset) const {
     bool const inside = plane != nullptr && offset != kOutside;
@@ -155,8 +166,7 @@ class PlaneStaging {
   Tile const& tile_;
   T* box_;
   T const* sample_;
-  int offsets_[kHeld];
-  T held_[kHeld][kMostInputs];
+  int offsets_[kAtOnce];
 };
 
 }  // namespace fusedconv::conv::few

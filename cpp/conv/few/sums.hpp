@@ -6,36 +6,22 @@
 
 namespace fusedconv::conv::few {
 
-// Of four channels of a lane: kSlots of two halves of a block's channels, 2 t and 2 t + 1 of each.
-inline constexpr int kSlots = 4;
-__device__ __forceinline__ int channel_of(int slot, int lane) {
-  return slot / 2 * 8 + lane % 4 * 2 + slot % 2;
-}
+// A lane's channels are neighbours, so that those of a slot lie a multiple of two apart and their
+// lines begin at places that are all even or all odd.
+__device__ __forceinline__ int channel_of(int slot, int lane) { return lane / 4 * kSlots + slot; }
 
-// Two quotients of a lane: g of the sixteen and one as far behind it as this.
-inline constexpr int kHigh = kQuotients / 2;
-
-// Sixteen quotients of a line of outputs: sums by the parity along width, the half of the channels,
-// and as the instruction has them.
+// Sixteen quotients of a line of outputs: sums by the parity along width, the group of quotients,
+// and as the instruction has them. A lane's run is of four quotients, two in each group.
 struct Sums {
-  float values[2][2][4];
+  float values[2][kGroups][4];
 
-  __device__ __forceinline__ float& at(int slot, int high, int parity) {
-    return values[parity][slot / 2][high * 2 + slot % 2];
+  __device__ __forceinline__ float& at(int slot, int i) {
+    return values[i % 2][i / 4][slot * 2 + i / 2 % 2];
   }
   template <class Body>
   __device__ __forceinline__ void each(Body const& body) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) body((&values[0][0][0])[i]);
-  }
-};
-
-// A lane's outputs along width: x and the next one, and two as far behind them as kHigh quotients.
-struct Columns {
-  int x, width;
-
-  __device__ __forceinline__ bool has(int high, int parity) const {
-    return x + high * kHigh * kStride + parity < width;
+    for (int i = 0; i < kSlots * kRun; ++i) body((&values[0][0][0])[i]);
   }
 };
 
@@ -47,25 +33,26 @@ struct LaneMoments {
   __device__ __forceinline__ void begin(Sums& sums) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      shift[i] = __shfl_sync(~0u, sums.at(i, 0, 0), int(threadIdx.x) % 4);
+      shift[i] = __shfl_sync(~0u, sums.at(i, 0), int(threadIdx.x) % kWarp & ~3);
     }
   }
 
-  // kWhole: the line has all of these outputs.
+  // rest: outputs that the line has from the lane's first on. kWhole: all of these.
   template <bool kWhole>
-  __device__ __forceinline__ void add(Sums& sums, Columns const& columns) {
+  __device__ __forceinline__ void add(Sums& sums, int rest) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      int const high = j / 2, parity = j % 2;
-      bool const present = kWhole || columns.has(high, parity);
+    for (int j = 0; j < kRun; ++j) {
+      bool const present = kWhole || j < rest;
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
-        float const deviation = present ? sums.at(i, high, parity) - shift[i] : 0.0f;
-        sum[i] += deviation;
-        squares[i] = fmaf(deviation, deviation, squares[i]);
+        float const deviation = sums.at(i, j) - shift[i];
+        if (present) {
+          sum[i] += deviation;
+          squares[i] = fmaf(deviation, deviation, squares[i]);
+        }
       }
-      count += present;
     }
+    count += kWhole ? kRun : max(0, min(kRun, rest));
   }
 };
 

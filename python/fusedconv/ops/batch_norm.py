@@ -3,7 +3,6 @@ the convolution in front of it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,10 @@ from fusedconv.ops.common import (
     goes_direct,
     gradients_by_composition,
     is_batched,
+    undispatched,
 )
 from fusedconv.ops.conv_transpose import OPERATOR
-from fusedconv.ops.repeating import repeated, repeated_gradients
+from fusedconv.ops.repeating import repeated
 from fusedconv.ops.saving import as_saved, lying
 from fusedconv.ops.seen import Seen
 from fusedconv.plan import ForwardPlan
@@ -133,37 +133,45 @@ class DirectBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: ForwardPlan,
-        template: Any,
-        folded: tuple[Tensor, Tensor] | None,
-        *tensors: Any,
+        ctx: Any, kept: Kept, folded: tuple[Tensor, Tensor] | None, *tensors: Any
     ) -> Tensor:
         if folded is None:
-            *outputs, scale, shift = _folded_outputs(plan, template.eps, tensors, save=True)
+            *outputs, scale, shift = _folded_outputs(
+                kept.plan, kept.template.eps, tensors, save=True
+            )
         else:
             scale, shift = folded
-            outputs = [*OPERATOR.outputs(plan, (*tensors[:3], *folded))]
+            outputs = [*OPERATOR.outputs(kept.plan, (*tensors[:3], *folded))]
         # First gradients are of what is folded and take the statistics, second ones take all.
         of_convolution = (*tensors[:3], scale, shift)
-        return OPERATOR.keep(ctx, plan, template, outputs, of_convolution, *tensors[3:])
+        return OPERATOR.keep(ctx, kept, outputs, of_convolution, *tensors[3:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 10
-        kept = ctx.kept
-        saved, needs = as_saved(ctx.saved_tensors, kept.lies), ctx.needs_input_grad[3:]
+            return (None,) * 9
+        kept: Kept = ctx.kept
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        if kept.lies is not None:
+            saved = as_saved(saved, kept.lies)
         if differentiates_gradients(grad):
-            tensors = (*saved[:3], *saved[-4:])
-            composed = gradients_by_composition(
-                lambda *tensors: _composed(kept.template, tensors), tensors, needs, grad
-            )
-            return (None, None, None, *composed)
-        gradients = functools.partial(_gradients, kept, grad, saved, needs)
-        key = ("batch_norm", needs, kept.template.eps)
-        found = repeated_gradients(kept.plan, key, kept.recording, (grad, *saved), gradients)
-        return (None, None, None, *found, None, None)
+            return (None, None, *_composed_gradients(kept.template, saved, needs, grad))
+        found: Sequence[Tensor | None]
+        if kept.recording is None:
+            key = ("batch_norm", needs, kept.template.eps)
+            tensors = (grad, *saved)
+            found = repeated(kept.plan, key, tensors, _gradients, kept, grad, saved, needs)
+        else:
+            found = _gradients(kept, grad, saved, needs)
+        return (None, None, *found, None, None)
+
+
+def _composed_gradients(
+    template: Any, saved: Sequence[Any], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients of ``direct``'s tensors that can be differentiated."""
+    tensors = (*saved[:3], *saved[-4:])
+    return gradients_by_composition(lambda *views: _composed(template, views), tensors, needs, grad)
 
 
 def _gradients(
@@ -183,10 +191,11 @@ def _gradients(
     return found
 
 
-#: A plan, a call without its tensors, what is folded where that is known, and what
-#: ``folds_directly`` holds of: input, weight, bias, norm_weight, norm_bias, running_mean and
-#: running_var.
+#: A call's ``Kept``, what is folded where that is known, and what ``folds_directly`` holds of:
+#: input, weight, bias, norm_weight, norm_bias, running_mean and running_var.
 direct: Callable[..., Tensor] = DirectBatchNorm.apply
+#: The same for calls that are known again.
+_direct_again = undispatched(DirectBatchNorm)
 
 
 def followed(plan: FollowedPlan, eps: float, *tensors: Any) -> Tensor:
@@ -204,9 +213,9 @@ def followed(plan: FollowedPlan, eps: float, *tensors: Any) -> Tensor:
 def again(known: Seen, tensors: Sequence[Any]) -> Tensor:
     """The output of a call that is known."""
     if isinstance(known.plan, FollowedPlan):
-        return followed(known.plan, known.template.eps, *tensors)
+        return followed(known.plan, known.kept.template.eps, *tensors)
     if known.save:
-        return direct(known.plan, known.template, None, *tensors)
-    output = _folded_outputs(known.plan, known.template.eps, tensors, save=False)[0]
+        return _direct_again(known.kept, None, *tensors)
+    output = _folded_outputs(known.plan, known.kept.template.eps, tensors, save=False)[0]
     assert output is not None
     return output

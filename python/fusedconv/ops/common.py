@@ -17,7 +17,7 @@ from fusedconv.errors import KernelError
 from fusedconv.layout import Layout, dense, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.planning import gradient_plan
-from fusedconv.ops.repeating import repeated_gradients
+from fusedconv.ops.repeating import repeated
 from fusedconv.ops.saving import Lying, as_saved, lying
 from fusedconv.ops.seen import PLAIN
 from fusedconv.ops.watching import functorch_level, is_watched
@@ -173,7 +173,7 @@ def _composes(arguments: Iterable[object]) -> bool:
 
 def differentiates_gradients(grad: Tensor) -> bool:
     """Whether the gradients of a backward pass that begins with ``grad`` are differentiated."""
-    return torch.is_grad_enabled() or _has_tangent((grad,))
+    return torch.is_grad_enabled() or (forward_ad._current_level >= 0 and _has_tangent((grad,)))
 
 
 def composed(
@@ -258,12 +258,27 @@ def register_gradients(
 
 class Kept(NamedTuple):
     """What a node of autograd keeps of its forward pass beside tensors: the plan, the call without
-    its tensors, how those lie that are saved, and what is recorded into."""
+    its tensors, whether the backward pass reads the result, what is recorded into, and how those
+    tensors lie that are saved. Nodes of calls that are known again share one."""
 
     plan: ForwardPlan
     template: Any
-    lies: Lying | None
+    reads_result: bool
     recording: list[Call | Composition] | None
+    lies: Lying | None = None
+
+    @staticmethod
+    def of(plan: ForwardPlan, template: Any) -> Kept:
+        """Of a call that this thread makes now."""
+        return Kept(plan, template, template.reads_result, record.current())
+
+
+def undispatched(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """``function.apply`` of calls that no transform of torch.func sees, on tensors that none has
+    left wrapped: what it asks and does for those takes longer than all the rest of it."""
+    above: Any = super(torch.autograd.Function, function)  # where it goes on with such calls
+    apply: Callable[..., Tensor] = above.apply
+    return apply
 
 
 class DirectOperator:
@@ -313,8 +328,7 @@ class DirectOperator:
     def keep(
         self,
         ctx: Any,
-        plan: ForwardPlan,
-        template: Any,
+        kept: Kept,
         outputs: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
         *others: Tensor | None,
@@ -322,21 +336,28 @@ class DirectOperator:
         """The output; saves in ``ctx`` what ``gradients`` reads, and ``others`` behind."""
         output, conv_output, mean, rstd = outputs
         assert output is not None
-        if not plan.only_launches:
+        if not kept.plan.only_launches:
             output = owning(output)
-        if conv_output is None and template.reads_result:
+        if conv_output is None and kept.reads_result:
             conv_output = output
         ctx.set_materialize_grads(False)
         saved = (*tensors, conv_output, mean, rstd, *others)
         ctx.save_for_backward(*saved)
-        ctx.kept = Kept(plan, template, lying(saved), record.current())
+        lies = lying(saved)
+        ctx.kept = kept if lies is None else kept._replace(lies=lies)
         return output
+
+    def first_gradients(
+        self, kept: Kept, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """First gradients of the call's tensors, as far as ``needs`` asks for them; ``saved`` are
+        all tensors that ``keep`` saved."""
+        return self.gradients(kept, grad, saved, needs)[0]
 
     def gradients(
         self, kept: Kept, grad: Tensor, saved: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[list[Tensor | None], bool]:
-        """First gradients of the call's tensors, as far as ``needs`` asks for them, and whether
-        nobody wanted to see them computed; ``saved`` are all tensors that ``keep`` saved."""
+        """``first_gradients``, and whether nobody wanted to see them computed."""
         if kept.recording is None:
             return self._gradients(kept, grad, saved, needs)
         with record.attached(kept.recording):
@@ -374,42 +395,45 @@ class DirectOperator:
         )
         return gradients, True
 
-    def function(self) -> Callable[..., Tensor]:
-        """Takes a plan, a call without its tensors, and these; autograd follows it."""
+    def composed_gradients(
+        self, template: Any, tensors: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+    ) -> list[Tensor | None]:
+        """Gradients of the call's tensors that can be differentiated."""
+        return gradients_by_composition(
+            lambda *views: self.in_torch(self.call(template, views)), tensors, needs, grad
+        )
+
+    def functions(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Take a ``Kept`` and the call's tensors; autograd follows them. The second one is for
+        calls that are known again."""
         operator, count = self, self.count
-        nothing = (None,) * (2 + count)
+        nothing = (None,) * (1 + count)
 
         class Direct(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, plan: ForwardPlan, template: Any, *tensors: Any) -> Tensor:
-                return operator.keep(ctx, plan, template, operator.outputs(plan, tensors), tensors)
+            def forward(ctx: Any, kept: Kept, *tensors: Any) -> Tensor:
+                return operator.keep(ctx, kept, operator.outputs(kept.plan, tensors), tensors)
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
                 if grad is None:
                     return nothing
-                kept = ctx.kept
-                saved, needs = as_saved(ctx.saved_tensors, kept.lies), ctx.needs_input_grad[2:]
+                kept: Kept = ctx.kept
+                saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+                if kept.lies is not None:
+                    saved = as_saved(saved, kept.lies)
+                first = operator.first_gradients
                 found: Sequence[Tensor | None]
                 if differentiates_gradients(grad):
-                    found = gradients_by_composition(
-                        lambda *tensors: operator.in_torch(operator.call(kept.template, tensors)),
-                        saved[:count],
-                        needs,
-                        grad,
-                    )
+                    found = operator.composed_gradients(kept.template, saved[:count], needs, grad)
+                elif kept.recording is None:
+                    tensors = (grad, *saved)
+                    found = repeated(kept.plan, needs, tensors, first, kept, grad, saved, needs)
                 else:
-                    found = repeated_gradients(
-                        kept.plan,
-                        needs,
-                        kept.recording,
-                        (grad, *saved),
-                        lambda: operator.gradients(kept, grad, saved, needs)[0],
-                    )
-                return (None, None, *found)
+                    found = first(kept, grad, saved, needs)
+                return (None, *found)
 
-        direct: Callable[..., Tensor] = Direct.apply
-        return direct
+        return Direct.apply, undispatched(Direct)
 
 
 def refuse_second_derivatives(name: str) -> None:

@@ -14,6 +14,7 @@ from fusedconv.layout import dense, empty, owning, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     DirectOperator,
+    Kept,
     any_requires_grad,
     composed,
     computed_gradients,
@@ -294,14 +295,14 @@ OPERATOR = DirectOperator(
     ),
     recomputed,
 )
-direct = OPERATOR.function()
+direct, again = OPERATOR.functions()
 
 
-def template(call: ConvCall) -> ConvCall:
-    """What ``direct`` takes of a call. The backward pass computes in the precision that this call
-    resolves to, whatever the switches say then."""
+def kept(plan: ForwardPlan, call: ConvCall) -> Kept:
+    """What ``direct`` takes of a call beside its tensors. The backward pass computes in the
+    precision that this call resolves to, whatever the switches say then."""
     precision = resolve_precision(call.input.dtype, call.input.device.type, call.precision)
-    return call.without_tensors()._replace(precision=precision)
+    return Kept.of(plan, call.without_tensors()._replace(precision=precision))
 
 
 register_batching(_NAME)

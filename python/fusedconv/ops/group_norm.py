@@ -12,6 +12,7 @@ from fusedconv.layout import empty, result_layout_of
 from fusedconv.norms import statistics_dtype
 from fusedconv.ops.common import (
     DirectOperator,
+    Kept,
     Tensors,
     composed,
     computed_gradients,
@@ -32,7 +33,7 @@ from fusedconv.ops.planning import (
     torch_backward_plan,
 )
 from fusedconv.ops.saving import as_saved, lying
-from fusedconv.plan import BackwardPlan
+from fusedconv.plan import BackwardPlan, ForwardPlan
 from fusedconv.recording import record
 from fusedconv.selection import run
 
@@ -183,7 +184,7 @@ def _gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, .
 
 
 register_gradients(_NAME, _gradients, _setup_context, in_torch)
-direct = DirectOperator(
+direct, again = DirectOperator(
     _DIFFERENTIABLE,
     GRADIENTS,
     _given,
@@ -192,6 +193,13 @@ direct = DirectOperator(
         grad, mean, rstd, needs, *call
     ),
     lambda call: None,
-).function()
+).functions()
+
+
+def kept(plan: ForwardPlan, call: NormCall) -> Kept:
+    """What ``direct`` takes of a call beside its tensors."""
+    return Kept.of(plan, call.without_tensors())
+
+
 register_batching(_NAME)
 refuse_second_derivatives(f"{_NAME}_backward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch.autograd import forward_ad, profiler
 
 from fusedconv.kernels.cuda.launches import Launches, launches_of
 from fusedconv.noting import noting
+from fusedconv.ops.seen import picking
 from fusedconv.ops.watching import is_watched
-from fusedconv.plan import BackwardTensors, ForwardPlan
-from fusedconv.recording import Call, Composition, record
+from fusedconv.plan import ForwardPlan
+from fusedconv.recording import record
 from fusedconv.selection import forced_kernels
 
 #: A call is noted when it comes for the second time, as the first one plans, and tunes perhaps. Not
@@ -24,10 +25,10 @@ Results = Sequence[Tensor | None]
 
 
 class _Known(NamedTuple):
-    """What repeats a call, of the tensors at ``places`` and of none at the others."""
+    """What repeats a call, of tensors that ``given`` picks and of none at the places ``absent``."""
 
     launches: Launches
-    places: tuple[int, ...]
+    given: Callable[[Results], Sequence[Tensor]]
     absent: tuple[int, ...]
     forced: str | None
 
@@ -37,7 +38,7 @@ class _Known(NamedTuple):
             if tensors[place] is not None:
                 return None
         # Modes, transforms and tracers that watch a call have keys that the launches look at.
-        return self.launches.run([tensors[place] for place in self.places])  # type: ignore[misc]
+        return self.launches.run(self.given(tensors))
 
 
 def _is_of_cuda(tensors: Results) -> bool:
@@ -45,17 +46,22 @@ def _is_of_cuda(tensors: Results) -> bool:
 
 
 def repeated(
-    plan: ForwardPlan, key: Hashable, tensors: Results, call: Callable[[], Results]
+    plan: ForwardPlan,
+    key: Hashable,
+    tensors: Results,
+    call: Callable[..., Results],
+    *arguments: Any,
 ) -> Results:
-    """What ``call()`` returns, new tensors that it computes from ``tensors`` alone, the first one
-    among them: by a plan, or by those of its gradients, and by what else ``key`` tells apart."""
+    """What ``call(*arguments)`` returns, new tensors that it computes from ``tensors`` alone, the
+    first one among them: by a plan, or by those of its gradients, and by what else ``key`` tells
+    apart, the pass too."""
     if (
         torch.compiler.is_compiling()
         or record.active
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
     ):
-        return call()
+        return call(*arguments)
     known = plan.repeated
     if known is None:
         known = plan.repeated = {}
@@ -64,43 +70,40 @@ def repeated(
         results = latest.run(tensors)
         if results is not None:
             return results
+    return _looked_up(known, key, tensors, call, arguments)
+
+
+def _looked_up(
+    known: dict[Hashable, Any],
+    key: Hashable,
+    tensors: Results,
+    call: Callable[..., Results],
+    arguments: tuple[Any, ...],
+) -> Results:
+    """The same of a call that is not the one known last under its key."""
     if not _is_of_cuda(tensors) or is_watched():
-        return call()
+        return call(*arguments)
     forced = forced_kernels()
     own_key = (key, forced, *[each is None for each in tensors])
     before = known.get(own_key)
     if before is None:
         known[own_key] = 0
-        return call()
+        return call(*arguments)
     if isinstance(before, _Known):
         results = before.run(tensors)
         if results is None:
-            return call()
+            return call(*arguments)
         known[key] = before
         return results
     if before >= _MOST_TRIES:
-        return call()
-    places = tuple(place for place, each in enumerate(tensors) if each is not None)
+        return call(*arguments)
+    places = [place for place, each in enumerate(tensors) if each is not None]
     absent = tuple(place for place, each in enumerate(tensors) if each is None)
     with noting() as notes:
-        found = call()
+        found = call(*arguments)
     launches = launches_of(notes, [each for each in tensors if each is not None], found)
     if launches is None:
         known[own_key] = before + 1
     else:
-        known[own_key] = known[key] = _Known(launches, places, absent, forced)
+        known[own_key] = known[key] = _Known(launches, picking(places), absent, forced)
     return found
-
-
-def repeated_gradients(
-    plan: ForwardPlan,
-    key: Hashable,
-    recording: list[Call | Composition] | None,
-    tensors: Results,
-    call: Callable[[], Results],
-) -> Results:
-    """The same of gradients by the plan of a forward pass, but where that was recorded: then every
-    call is looked up. ``key`` is none of ``repeated``'s."""
-    if recording is not None:
-        return call()
-    return repeated(plan, (BackwardTensors, key), tensors, call)

@@ -9,7 +9,7 @@ their own. What has none is asked for here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -31,24 +31,40 @@ except ImportError:  # a private name, which may move; then every call is read a
 #: Types of tensors that nobody overrides.
 PLAIN = (Tensor, torch.nn.Parameter)
 
+try:
+    _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+except AttributeError:  # a private name, which may move; then no call is known again
+
+    def _is_wrapped(tensor: Tensor) -> bool:
+        return True
+
+
 #: The tensors of a call, the input first.
 Tensors = tuple[Tensor | None, ...]
 
 
 class Seen(NamedTuple):
-    """A call's plan and what else tells the call apart. ``template`` is the call without its
-    tensors; ``save`` says whether autograd follows it."""
+    """A call's plan and what else tells the call apart. ``kept`` is what a node of autograd takes
+    of it beside its tensors; ``save`` says whether autograd follows it."""
 
     plan: ForwardPlan
     save: bool
-    template: Any
+    kept: Any
     arguments: tuple[object, ...]
     matches: Callable[..., bool]
-    present: Callable[[Tensors], Tensors] | None  # None where all are
+    present: Callable[[Any], Any] | None  # None where all are
     absent: tuple[int, ...]  # the places of the others
     places: int  # of all tensors
     switches: bool  # whether torch's switch of the precision says anything
     state: tuple[object, ...]
+
+
+def picking(places: Sequence[int]) -> Callable[[Any], Any]:
+    """What picks a sequence's elements at some places, one at least, as a tuple."""
+    if len(places) == 1:
+        (place,) = places
+        return lambda sequence: (sequence[place],)
+    return operator.itemgetter(*places)
 
 
 def _state(input: Any, switches: bool) -> tuple[object, ...]:
@@ -144,7 +160,7 @@ def remember(
     arguments: tuple[object, ...],
     plan: ForwardPlan,
     save: bool,
-    template: Any,
+    kept: Any,
 ) -> None:
     """Keeps a call, whose arguments were checked and which ``goes_direct``, for ``recall``."""
     places = [place for place, each in enumerate(tensors) if each is not None]
@@ -152,17 +168,18 @@ def remember(
     # Guards refuse a tensor that is given twice.
     if _Guards is None or record.active or len(set(map(id, given))) < len(given):
         return
-    if not all(map(_is_exact, arguments)):
+    # Nobody unwraps for a call that is known again what a transform that has ended left wrapped.
+    if not all(map(_is_exact, arguments)) or any(map(_is_wrapped, given)):
         return
     input: Any = tensors[0]
     switches = input.is_cuda and input.dtype is torch.float32
     seen = Seen(
         plan,
         save,
-        template,
+        kept,
         arguments,
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
-        None if len(given) == len(tensors) else lambda all: tuple([all[p] for p in places]),
+        None if len(given) == len(tensors) else picking(places),
         tuple(place for place, each in enumerate(tensors) if each is None),
         len(tensors),
         switches,

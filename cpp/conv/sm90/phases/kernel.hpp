@@ -160,12 +160,15 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
         cursor.advance(p.stages);
       }
       outputs.place(part.sample, Origin(p, tile));
+      // Beside products, which leave shared memory little time.
+      typename Outputs<Traits>::Maps maps;
+      if constexpr (kDoes == Does::kFinishes) maps = outputs.maps();
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (float& sum : sums) cute::warpgroup_fence_operand(sum);
       release(in_flight);
       if constexpr (kDoes == Does::kFinishes) {
-        outputs.finish(sums);
+        outputs.finish(maps, sums);
       } else {
         outputs.add_moments(sums, tile - part.first_tile < kConsumers);
       }

@@ -74,20 +74,36 @@ class Outputs {
     sync();
   }
 
+  // Of both channels of each eight columns: what their sums are multiplied by, and what is added.
+  struct Maps {
+    float2 scale[kEights], shift[kEights];
+  };
+  __device__ __forceinline__ Maps maps() const {
+    Maps result;
+#pragma unroll
+    for (int j = 0; j < kEights; ++j) {
+      result.scale[j] = pair_of(values_.scale, j);
+      result.shift[j] = pair_of(values_.shift, j);
+    }
+    return result;
+  }
+
   // One line after the other: while the first is stored the other is computed.
-  __device__ __forceinline__ void finish(Sums& sums) const {
+  __device__ __forceinline__ void finish(Maps const& maps, Sums& sums) const {
 #pragma unroll
-    for (int line = 0; line < 2; ++line) {
+    for (int j = 0; j < kEights; ++j) {
 #pragma unroll
-      for (int j = 0; j < kEights; ++j) {
-        float2 const scale = pair_of(values_.scale, j), shift = pair_of(values_.shift, j);
+      for (int phase = 0; phase < kPhases; ++phase) {
 #pragma unroll
-        for (int phase = 0; phase < kPhases; ++phase) {
+        for (int line = 0; line < 2; ++line) {
           float &x = sums[index(phase, j, line)], &y = sums[index(phase, j, line) + 1];
-          x = fmaf(x, scale.x, shift.x);
-          y = fmaf(y, scale.y, shift.y);
+          x = fmaf(x, maps.scale[j].x, maps.shift[j].x);
+          y = fmaf(y, maps.scale[j].y, maps.shift[j].y);
         }
       }
+    }
+#pragma unroll
+    for (int line = 0; line < 2; ++line) {
       if (p_.activation != Activation::kIdentity) {
         dispatch_activation(p_.activation, [&](auto form) {
 #pragma unroll
@@ -237,14 +253,28 @@ class Outputs {
       int const i = index(phase, j, line);
       return device::Pack<T, 2>::of({sums[i], sums[i + 1]}).bits[0];
     };
+    bool const takes_odd = t % 2 != 0;
+    uint4 shared[kPhases / 2];
+    if constexpr (kHalf) {
+      // In front of all stores, which they would wait for.
+#pragma unroll
+      for (int pair = 0; pair < kPhases / 2; ++pair) {
+        constexpr int j = kEights - 2;
+        uint2 const evens{packed(2 * pair, j), packed(2 * pair, j + 1)};
+        uint2 const odds{packed(2 * pair + 1, j), packed(2 * pair + 1, j + 1)};
+        uint2 const own = takes_odd ? odds : evens, given = takes_odd ? evens : odds;
+        uint2 const taken{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
+        shared[pair] = takes_odd ? uint4{taken.x, taken.y, own.x, own.y}
+                                 : uint4{own.x, own.y, taken.x, taken.y};
+      }
+    }
 #pragma unroll
     for (int even = 0; even < kPhases; even += 2) {
-      int const odd = even + 1;  // along width
       T* const pixel = output_ + has(even, kDepth) * plane_elements +
                        (kStride * line + has(even, kHeight)) * line_elements;
 #pragma unroll
       for (int ahead = 0; ahead < 2; ++ahead) {
-        int const phase = even + ahead;
+        int const phase = even + ahead;  // along width
 #pragma unroll
         for (int block = 0; block < kWhole; ++block) {
           int const channel = block * 32 + t * kVector, j = block * 4;
@@ -255,17 +285,9 @@ class Outputs {
         }
       }
       if constexpr (kHalf) {
-        constexpr int j = kEights - 2;
-        bool const takes_odd = t % 2 != 0;
-        uint2 const evens{packed(even, j), packed(even, j + 1)};
-        uint2 const odds{packed(odd, j), packed(odd, j + 1)};
-        uint2 const own = takes_odd ? odds : evens, given = takes_odd ? evens : odds;
-        uint2 const taken{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
-        uint4 const vector = takes_odd ? uint4{taken.x, taken.y, own.x, own.y}
-                                       : uint4{own.x, own.y, taken.x, taken.y};
         int const channel = kWhole * 32 + t / 2 * kVector;
-        bool const present = takes_odd ? within(odd, line) : within(even, line);
-        store_vector(pixel + takes_odd * p_.output_channels + channel, vector,
+        bool const present = takes_odd ? within(even + 1, line) : within(even, line);
+        store_vector(pixel + takes_odd * p_.output_channels + channel, shared[even / 2],
                      present && first_channel_ + channel < p_.output_channels);
       }
     }

@@ -8,7 +8,6 @@ the processor longer than the device computes.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,8 @@ except ImportError:  # a private name, which may move; then nothing is repeated
 #: What a call allocates beside its results lies in one workspace up to so many bytes each, beyond
 #: them in memory of its own, as it would without.
 _MOST_SHARED_BYTES = 16 << 20
+#: The bits of an address that say where in a line it lies.
+_IN_LINE = LINE_BYTES - 1
 #: Parts of a workspace begin at multiples of so many bytes.
 _WORKSPACE_ALIGNMENT = 256
 
@@ -81,8 +82,9 @@ class Launches:
         self._matches = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self._allocated = [(tuple(t.shape), t.stride(), t.dtype) for t in allocated]
         self._results = tuple(results)
-        self._workspace_bytes = workspace_bytes
+        self._workspace = ((workspace_bytes,), (1,), torch.uint8) if workspace_bytes else None
         self._sequence = sequence
+        self._run = sequence.run
 
     def run(self, given: Sequence[Tensor]) -> list[Tensor | None] | None:
         """What the call returns on other tensors, all that there are, in the same order; None
@@ -90,16 +92,17 @@ class Launches:
         if not self._matches(*given):
             return None
         addresses = [tensor.data_ptr() for tensor in given]
-        if functools.reduce(operator.or_, addresses) % LINE_BYTES:
-            return None
+        for address in addresses:
+            if address & _IN_LINE:
+                return None
         empty = allocator(self._device)
         allocated = [empty(*each) for each in self._allocated]
         addresses += [tensor.data_ptr() for tensor in allocated]
         workspace = 0
-        if self._workspace_bytes:
-            held = empty((self._workspace_bytes,), (1,), torch.uint8)
+        if self._workspace is not None:
+            held = empty(*self._workspace)
             workspace = held.data_ptr()
-        self._sequence.run(addresses, workspace, raw_stream(self._index))
+        self._run(addresses, workspace, raw_stream(self._index))
         return [None if place is None else allocated[place] for place in self._results]
 
 

@@ -61,8 +61,10 @@ except ImportError:  # private names, which may move
 
 def allocator(device: torch.device) -> Callable[..., Tensor]:
     """``torch.empty_strided`` of shape, strides and dtype, on a CUDA device that has an index."""
-    empty = _allocator(device)
-    return empty if current.notes is None else _noted(empty, current.notes)
+    notes = current.notes
+    if notes is None:
+        return _allocator(device)
+    return _noted(_allocator(device), notes)
 
 
 def _noted(empty: Callable[..., Tensor], notes: Notes) -> Callable[..., Tensor]:
@@ -438,13 +440,14 @@ class ProgramPlan(ForwardPlan):
         # Steps and operands live as long as the program.
         self._program = compiled
         self._device = torch.device("cuda", program.device.index)
-        self._output_shape = problem.output_shape
-        self._output_strides = dense_strides(problem.output_shape, problem.output_layout)
-        self._output_dtype = problem.output_dtype
-        self._saves = problem.save
-        self._saves_conv = problem.saves_conv_output
-        self._conv_dtype = problem.dtype
-        self._statistics_shape = (problem.batch, program.groups) if program.groups else None
+        # As an allocator takes what is returned; None for what is not.
+        strides = dense_strides(problem.output_shape, problem.output_layout)
+        self._output = problem.output_shape, strides, problem.output_dtype
+        self._conv_output = self._statistics = None
+        if problem.saves_conv_output:
+            self._conv_output = problem.output_shape, strides, problem.dtype
+        if problem.save and program.groups:
+            self._statistics = (problem.batch, program.groups), (program.groups, 1), torch.float32
 
     def run(
         self,
@@ -464,26 +467,13 @@ class ProgramPlan(ForwardPlan):
             norm_bias = norm_bias.contiguous()
         if bias is not None and not bias.is_contiguous():
             bias = bias.contiguous()
-        output = empty(self._output_shape, self._output_strides, self._output_dtype)
+        output = empty(*self._output)
         conv_output = mean = rstd = None
-        if self._saves:
-            if self._saves_conv:
-                conv_output = empty(self._output_shape, self._output_strides, self._conv_dtype)
-            if self._statistics_shape is not None:
-                strides = self._statistics_shape[1], 1
-                mean = empty(self._statistics_shape, strides, torch.float32)
-                rstd = empty(self._statistics_shape, strides, torch.float32)
-        tensors = (
-            input,
-            weight,
-            bias,
-            norm_weight,
-            norm_bias,
-            output,
-            conv_output,
-            mean,
-            rstd,
-        )
+        if self._conv_output is not None:
+            conv_output = empty(*self._conv_output)
+        if self._statistics is not None:
+            mean, rstd = empty(*self._statistics), empty(*self._statistics)
+        tensors = (input, weight, bias, norm_weight, norm_bias, output, conv_output, mean, rstd)
         run_program(self._program, self._device, tensors)
         return Outputs(output, conv_output, mean, rstd)
 

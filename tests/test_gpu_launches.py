@@ -281,3 +281,20 @@ def test_the_environment_switches_graphs_off():
         )
         made, known = map(int, done.stdout.split())
         assert (made > 0) == expected and known > 0
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("norm", [None, "group", "batch"])
+def test_batched_gradients_of_a_call_that_is_repeated(norm):
+    """Which lie nowhere: whenever they come, they are taken one by one."""
+    layer = Layer(norm, "nhwc")
+    x = layer.input().requires_grad_()
+    leaves = [x, *layer.leaves]
+    for _ in range(4):
+        output = layer(x)
+        grads = torch.stack([torch.ones_like(output), -2 * torch.ones_like(output)])
+        batched = torch.autograd.grad(output, leaves, grads, True, is_grads_batched=True)
+        for number, grad in enumerate(grads):
+            one = torch.autograd.grad(output, leaves, grad, True)
+            for found, expected in zip(batched, one, strict=True):
+                torch.testing.assert_close(found[number], expected, rtol=2e-2, atol=2e-2)

@@ -166,9 +166,9 @@ def test_axes_are_the_rows(kernel):
 
 
 def volume(kernel: PhasesSm90, **changes) -> object:
-    """A layer whose products take less than memory, behind it GroupNorm and GELU."""
+    """A layer whose products take less than memory, behind it GroupNorm and ReLU."""
     return layer(
-        kernel, norm=group_norm_stage(kernel.row.channels // 8), activation="gelu", **changes
+        kernel, norm=group_norm_stage(kernel.row.channels // 8), activation="relu", **changes
     )
 
 
@@ -182,7 +182,7 @@ def test_steps(kernel):
         "pack filter",
         f"{own} + moments",
         "merge moments",
-        f"{own} + normalize + gelu",
+        f"{own} + normalize + relu",
     )
 
 

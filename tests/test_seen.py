@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedconv
@@ -129,6 +131,7 @@ def test_another_kind_of_tensor_is_another_call(known, change):
         Mode,
         forward_ad.dual_level,
         lambda: torch.profiler.profile(acc_events=True),
+        lambda: FakeTensorMode(allow_non_fake_inputs=True),
         seen.record.recording,
     ],
 )
@@ -145,6 +148,18 @@ def test_transforms_and_tracers_see_a_call(known):
     torch.func.grad(lambda x: known.call(input=x).sum())(known.tensors.x)
     torch.jit.trace(lambda x: known.call(input=x), (known.tensors.x,), check_trace=False)
     assert not any(known.recalls)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_graph_made_of_a_known_call_has_all_of_it(known, grad):
+    leaves = [t.clone().requires_grad_(grad) for t in vars(known.tensors).values()]
+    for _ in range(3):
+        known.call(*leaves)
+    known.recalls.clear()
+    graph = make_fx(lambda x, w, b, scale, shift: known.call(x, w, b, scale, shift))(*leaves)
+    assert known.recalls and not any(known.recalls)
+    others = [-leaves[0], *leaves[1:]]
+    assert torch.allclose(graph(*others), known.call(*others), atol=1e-5)
 
 
 @pytest.mark.filterwarnings(r"ignore:`torch\.jit\.")

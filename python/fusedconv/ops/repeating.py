@@ -12,7 +12,7 @@ from torch.autograd import forward_ad, profiler
 from fusedconv.kernels.cuda.launches import Launches, launches_of
 from fusedconv.noting import noting
 from fusedconv.ops.seen import picking
-from fusedconv.ops.watching import is_watched
+from fusedconv.ops.watching import dispatch_modes, is_watched
 from fusedconv.plan import ForwardPlan
 from fusedconv.recording import record
 from fusedconv.selection import forced_kernels
@@ -41,8 +41,21 @@ class _Known(NamedTuple):
         return self.launches.run(self.given(tensors))
 
 
+try:
+    _has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+except AttributeError:  # a private name, which may move; then no call is repeated
+
+    def _has_storage(tensor: Tensor) -> bool:
+        return False
+
+
 def _is_of_cuda(tensors: Results) -> bool:
     return tensors[0] is not None and tensors[0].is_cuda
+
+
+def _lie_in_memory(tensors: Results) -> bool:
+    """Not so what autograd makes of gradients that it takes as a batch."""
+    return all(each is None or _has_storage(each) for each in tensors)
 
 
 def repeated(
@@ -60,6 +73,7 @@ def repeated(
         or record.active
         or profiler._is_profiler_enabled
         or forward_ad._current_level >= 0
+        or dispatch_modes()
     ):
         return call(*arguments)
     known = plan.repeated
@@ -81,7 +95,7 @@ def _looked_up(
     arguments: tuple[Any, ...],
 ) -> Results:
     """The same of a call that is not the one known last under its key."""
-    if not _is_of_cuda(tensors) or is_watched():
+    if not _is_of_cuda(tensors) or is_watched() or not _lie_in_memory(tensors):
         return call(*arguments)
     forced = forced_kernels()
     own_key = (key, forced, *[each is None for each in tensors])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from fusedconv.ops.watching import dispatch_modes
 from fusedconv.plan import ForwardPlan
 from fusedconv.precision import conv_fp32_precision
 from fusedconv.recording import record
@@ -135,6 +136,8 @@ def recall(tensors: Tensors, arguments: tuple[object, ...]) -> Seen | None:
     if torch.compiler.is_compiling() or type(input) not in PLAIN:
         return None
     if record.active or forward_ad._current_level >= 0 or profiler._is_profiler_enabled:
+        return None
+    if dispatch_modes():
         return None
     identity = id(tensors[1])
     # A module's weight is most often in the call that it was in last, and that is known sooner.

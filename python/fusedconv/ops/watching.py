@@ -16,17 +16,21 @@ except AttributeError:  # a private name, which may move
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 try:
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    #: How many modes see what is dispatched. Guards of tensors overlook torch's own: those of fake
+    #: tensors, of ``make_fx`` and of functionalisation.
+    dispatch_modes = torch._C._len_torch_dispatch_stack
 except AttributeError:  # private names may move; then every call goes through the dispatcher
-    _dispatch_modes = None  # type: ignore[assignment]
+
+    def dispatch_modes() -> int:
+        return 1
 
 
 def is_watched() -> bool:
     """Whether a compiler, tracer, mode or transform wants to see the calls that are made."""
-    if torch.compiler.is_compiling() or _dispatch_modes is None:
+    if torch.compiler.is_compiling():
         return True
     return bool(
-        _dispatch_modes()
+        dispatch_modes()
         or functorch_level() is not None
         or forward_ad._current_level >= 0
         or _is_tracing()

@@ -38,17 +38,18 @@ __device__ __forceinline__ void normalize_pixels(Params const& p, Consumer const
     auto const at = [&](int half, int pair, int e) -> float& {
       return sum_at<Traits>(sums, 4 * (pixel * kPairs + pair) + 2 * half + e);
     };
-    // Of both rows, and of even and odd columns apart: chains of additions half as long.
-    float totals[2][2] = {};
-    for_each_value<kPairs>(
-        [&](int half, int pair, int e) { totals[half][e] += at(half, pair, e); });
-    float means[2], deviations[2][2] = {}, squares[2][2] = {};
+    // From here on values are deviations from the pixel's first: that is off the mean by the
+    // deviation times the root of the channels at most, so that one pass has both sums.
+    float firsts[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      means[half] = total_of_row(totals[half][0] + totals[half][1]) * (1.0f / kChannels);
+      firsts[half] = __shfl_sync(~0u, at(half, 0, 0), self.lane & ~3);
     }
+    // Of both rows, and of even and odd columns apart: chains of additions half as long.
+    float deviations[2][2] = {}, squares[2][2] = {};
     for_each_value<kPairs>([&](int half, int pair, int e) {
-      float const deviation = at(half, pair, e) - means[half];
+      float& deviation = at(half, pair, e);
+      deviation -= firsts[half];
       deviations[half][e] += deviation;
       squares[half][e] = fmaf(deviation, deviation, squares[half][e]);
     });
@@ -56,15 +57,16 @@ __device__ __forceinline__ void normalize_pixels(Params const& p, Consumer const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = layernorm::PixelStatistics::of(
-          float(kChannels), means[half], total_of_row(deviations[half][0] + deviations[half][1]),
+          float(kChannels), 0.0f, total_of_row(deviations[half][0] + deviations[half][1]),
           total_of_row(squares[half][0] + squares[half][1]), p.norm.eps);
     }
     for_each_pair<kPairs>(self, affine + pixel * kChannels, [&](int pair, float4 const& own) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float &first = at(half, pair, 0), &second = at(half, pair, 1);
-        first = statistics[half].template normalized<true>(first, {own.x, own.y});
-        second = statistics[half].template normalized<true>(second, {own.z, own.w});
+        float const scale = statistics[half].rstd, shift = statistics[half].shift;
+        first = fmaf(fmaf(first, scale, shift), own.x, own.y);
+        second = fmaf(fmaf(second, scale, shift), own.z, own.w);
       }
     });
   }

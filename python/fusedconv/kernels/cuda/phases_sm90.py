@@ -1,4 +1,4 @@
-"""Transposed convolution of stride two with all sub-pixel phases at once, on compute capability 9.0.
+"""Transposed convolution of stride two, all sub-pixel phases at once, on compute capability 9.0.
 
 Filters of three taps with stride two in 16 bits, along height and width, and depth. A group of four
 warps has sums of all phases of a box of positions, which read the same inputs: a tensor copy brings
@@ -18,11 +18,13 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.cuda.boxes_costs import CostConstants as BoxesCosts
-from fusedconv.kernels.cuda.boxes_sm90 import BoxesSm90
 from fusedconv.kernels.cuda.convolution import supports_partials
+from fusedconv.kernels.cuda.copied_row import CopiedRow
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
+from fusedconv.norms import KINDS
 from fusedconv.plan import Kernel
-from fusedconv.problem import ForwardProblem
+from fusedconv.problem import ForwardProblem, act_norm_act
+from fusedconv.support import Support
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class CostConstants:
 
     #: Products, over what the config says of them.
     products: float
-    #: A column of a group of warps' tile in the epilogue: stored, and of which moments are taken.
+    #: A column of a group of warps' tile in the epilogue: stored, what an activation by special
+    #: functions adds, and one of which moments are taken.
     stored: float
+    activation: float
     moments: float
     #: A launch beside its tiles', and a byte of the filter that a block copies first.
     launch: float
@@ -41,28 +45,23 @@ class CostConstants:
     bytes_bound: float
 
 
+#: From the times of three layers of real models in bf16 on an H200: the two passes of VISTA3D's
+#: with InstanceNorm and GELU, one in three dimensions and one in two with a folded BatchNorm.
 COSTS = CostConstants(
-    products=1.1,
-    stored=12.0,
-    moments=5.0,
-    launch=3000.0,
+    products=1.4,
+    stored=15.0,
+    activation=15.0,
+    moments=10.3,
+    launch=8000.0,
     kept_byte=0.04,
     bytes_bound=1.25,
 )
 
 
-class PhasesSm90(BoxesSm90):
+class PhasesSm90(CopiedRow):
     """A row of ``_C.sm90.phases.rows()``."""
 
     provider = "phases_sm90"
-
-    @property
-    def reads_planes(self) -> bool:
-        return False
-
-    @property
-    def stores_planes(self) -> bool:
-        return False
 
     def sample_blocks(self, problem: ForwardProblem, config: Any) -> int:
         return int(math.prod(config.tiles) * config.channel_blocks)
@@ -78,14 +77,14 @@ class PhasesSm90(BoxesSm90):
         # Not where it stores: of 16 bits a pass over the output takes no longer.
         return False
 
-    def reads_weight(self, problem: ForwardProblem, config: Any) -> bool:
-        return False
-
-    def _normalises(self, problem: ForwardProblem, device: Device) -> bool:
-        return False
-
-    def _saves_apart(self, problem: ForwardProblem) -> bool:
-        return False
+    def _activates(self, problem: ForwardProblem, normalises: bool) -> bool:
+        """Whether the epilogue has an activation of more than a comparison."""
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        if isinstance(form, Support) or problem.saves_conv_output:
+            return False
+        affine = form.norm is not None and form.norm.kind == "affine"
+        activation = form.after if normalises or affine else form.before
+        return activation not in ("identity", "relu")
 
     def _launch_milliseconds(
         self,
@@ -95,7 +94,6 @@ class PhasesSm90(BoxesSm90):
         stored: int,
         beside: float,
     ) -> float:
-        """The convolution once, for moments alone where nothing is stored."""
         config = self.config(problem, device)
         ranks = max(1, device.multiprocessors // config.channel_blocks)
         turns = math.ceil(config.channel_blocks / max(1, device.multiprocessors))
@@ -106,7 +104,10 @@ class PhasesSm90(BoxesSm90):
             else:
                 rounds = math.ceil(samples * config.parts / ranks) * config.part_tiles
             products = config.tile_cycles * COSTS.products
-            epilogue = self.row.columns * (COSTS.stored if stored else COSTS.moments)
+            epilogue = COSTS.stored if stored else COSTS.moments
+            if stored and self._activates(problem, beside > 0.0):
+                epilogue += COSTS.activation
+            epilogue *= self.row.columns
             tile = max(products, (products + epilogue) / 2)
             own = COSTS.launch + COSTS.kept_byte * config.kept_bytes
             cycles += launches * (rounds * turns * tile + own)

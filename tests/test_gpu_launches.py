@@ -207,18 +207,28 @@ def test_threads_with_streams_of_their_own():
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_launches_that_begin_early_wait_for_what_is_in_front(dtype, layout, force, monkeypatch):
+@pytest.mark.parametrize(
+    ("provider", "taps", "dtype"),
+    [
+        ("boxes_sm90", 4, torch.bfloat16),
+        ("boxes_sm90", 4, torch.float32),
+        ("phases_sm90", 3, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_launches_that_begin_early_wait_for_what_is_in_front(
+    provider, taps, dtype, layout, force, monkeypatch
+):
     """Products begin beside the kernel that folds running statistics, and launches beside the one
     that packs a weight: both change from call to call, and no call is waited for."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("launches begin early on compute capability 9.0")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    force("boxes_sm90")
+    force(provider)
     form = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     made = {"device": "cuda", "dtype": dtype}
     x = torch.randn(4, 128, 32, 32, **made).contiguous(memory_format=form)
-    weight = torch.empty(128, 64, 4, 4, **made).contiguous(memory_format=form)
+    weight = torch.empty(128, 64, taps, taps, **made).contiguous(memory_format=form)
     bias = torch.zeros(64, **made)
     mean, variance = torch.empty(64, device="cuda"), torch.empty(64, device="cuda")
     found, expected = [], []

@@ -159,6 +159,37 @@ def test_filters_beyond_an_index_are_refused(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(output=(1, 0, 8)), "is empty"),
+        (dict(input=(1, 4, 0)), "is empty"),
+        (dict(output=(1, -3, -3)), "is empty"),
+        (dict(output_channels=0), "no channels"),
+    ],
+)
+def test_nothing_to_compute_is_refused(kernel, changes, reason):
+    """What the checks of arguments leave to nobody; a schedule would divide by its tiles."""
+    deep = kernel.row.axes == 3
+    fields = dict(
+        channels=16,
+        output_channels=16,
+        groups=1,
+        input=(4 if deep else 1, 4, 4),
+        output=(8 if deep else 1, 8, 8),
+        kernel=(3 if deep else 1, 3, 3),
+        stride=(2 if deep else 1, 2, 2),
+        padding=(1 if deep else 0, 1, 1),
+        dilation=(1, 1, 1),
+        layout=_C.Layout.nhwc,
+        aligned=True,
+    )
+    problem = _C.TransposedProblem(**{**fields, **changes})
+    support = _C.sm90.phases.Config(kernel.row, problem=problem, device=H200.compiled).support
+    assert not support and reason in support.reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_axes_are_the_rows(kernel):
     other = (16,) * (5 - kernel.row.axes)
     support = kernel.supports(layer(kernel, spatial=other), H200)

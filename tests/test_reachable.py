@@ -39,7 +39,7 @@ ARCHITECTURES = {
     "groupnorm_cuda": 90,
     "gradients_sm90": 90,
 }
-CHANNELS = ((16, 16), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
+CHANNELS = ((16, 16), (48, 48), (64, 64), (64, 128), (256, 16), (256, 96), (256, 256), (512, 200))
 #: (batch, spatial extents, kernel size).
 SIZES = (
     (1, (16, 16), 3),

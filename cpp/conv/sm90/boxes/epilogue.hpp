@@ -2,7 +2,6 @@
 // normalisation of pixels, activation, and the output.
 #pragma once
 
-#include "conv/activate.hpp"
 #include "conv/round_each.hpp"
 #include "conv/sm90/boxes/columns.hpp"
 #include "conv/sm90/boxes/linear.hpp"
@@ -31,11 +30,8 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
   };
   auto const activate = [&] {
     dispatch_activation(p.activation, [&](auto form) {
-      for_each_sum<Traits>(sums, [](float& sum) {
-        using T = typename Traits::Element;
-        sum = sizeof(T) == 2 ? activated<T, decltype(form)>(sum)
-                             : device::quick_value<decltype(form)>(sum);
-      });
+      for_each_sum<Traits>(sums,
+                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
     });
   };
   if constexpr (kExtra == Extra::kTakesMoments) {

@@ -50,12 +50,14 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
     return refused(detail::join("served are filters of 3 taps with stride 2, dilation 1 and odd ",
                                 "padding along ", shape.axes, " axes"));
   }
+  if (p.channels < 1 || p.output_channels < 1) return refused("there are no channels");
   if (p.channels % kVector != 0 || p.output_channels % kVector != 0) {
     return refused(detail::join("pixels of ", p.channels, " and ", p.output_channels,
                                 " channels are no whole 16 bytes"));
   }
   int64_t inputs = p.channels, outputs = p.output_channels;
   for (AxisProblem const& axis : p.axes) {
+    if (axis.input < 1 || axis.output < 1) return refused("the input or the output is empty");
     inputs *= axis.input;
     outputs *= axis.output;
   }
@@ -78,7 +80,6 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.steps = int(ceil_div(p.channels, kStepChannels));
   s.halo_rows = kHaloEdge * kHaloEdge * (deep ? 2 : 1);
   s.stage_bytes = int(round_up(s.halo_rows * kRowBytes, kStageAlignment));
-  int64_t const kept = int64_t(s.steps) * shape.taps() * shape.channels * kStepChannels * 2;
   s.values_bytes = values_bytes(shape.channels);
   s.kept_bytes = s.steps * shape.taps() * shape.channels * kStepChannels * 2;
   s.ring_offset = int(round_up(s.kept_bytes, kStageAlignment));

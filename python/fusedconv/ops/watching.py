@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 
@@ -15,14 +17,15 @@ except AttributeError:  # a private name, which may move
 
 _is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
-try:
-    #: How many modes see what is dispatched. Guards of tensors overlook torch's own: those of fake
-    #: tensors, of ``make_fx`` and of functionalisation.
-    dispatch_modes = torch._C._len_torch_dispatch_stack
-except AttributeError:  # private names may move; then every call goes through the dispatcher
 
-    def dispatch_modes() -> int:
-        return 1
+def modes_untold() -> int:
+    """Where torch does not tell, every call goes through the dispatcher, as with a mode."""
+    return 1
+
+
+#: How many modes see what is dispatched. Guards of tensors overlook torch's own: those of fake
+#: tensors, of ``make_fx`` and of functionalisation. A private name, which may move.
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", modes_untold)
 
 
 def is_watched() -> bool:

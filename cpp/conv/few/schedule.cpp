@@ -25,15 +25,6 @@ Schedule refused(std::string reason) {
   return result;
 }
 
-bool is_known(AxisProblem const& axis) {
-  return axis.kernel == kTaps && axis.stride == kStride && axis.dilation == 1 &&
-         axis.padding % kStride == 1;
-}
-bool is_absent(AxisProblem const& axis) {
-  return axis.kernel == 1 && axis.stride == 1 && axis.padding == 0 && axis.input == 1 &&
-         axis.output == 1;
-}
-
 // The most lanes of a warp that meet in a bank of shared memory, of those that are served together,
 // where each stores `words` at a time into lines of channels `channel` elements apart.
 int lanes_of_a_bank(int64_t channel, int size, int words) {
@@ -77,8 +68,8 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   if (p.channels > kMostInputs) {
     return refused(detail::join(p.channels, " input channels; up to ", kMostInputs, " are served"));
   }
-  if (!(is_known(p.axes[0]) || is_absent(p.axes[0])) || !is_known(p.axes[1]) ||
-      !is_known(p.axes[2])) {
+  if (!(is_doubled(p.axes[0]) || is_absent(p.axes[0])) || !is_doubled(p.axes[1]) ||
+      !is_doubled(p.axes[2])) {
     return refused("served are filters of 3 taps with stride 2, dilation 1 and odd padding");
   }
   int64_t pixels = 1, inputs = 1;

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "conv/axis.hpp"
+#include "conv/doubled_axis.hpp"
 #include "conv/math_table.hpp"
 #include "conv/transposed.hpp"
 #include "fusedconv/device.hpp"
@@ -31,8 +32,8 @@ inline constexpr int kMostInputs = 4;           // channels, padded with zeros t
 inline constexpr int kBlockChannels = 16;       // of a block, padded likewise
 inline constexpr int kGroups = 2;               // of quotients, eight of a product each
 inline constexpr int kQuotients = 8 * kGroups;  // along width, that a warp computes at once
-inline constexpr int kStride = 2;
-inline constexpr int kTaps = 3;
+inline constexpr int kStride = kDoublingStride;
+inline constexpr int kTaps = kDoublingTaps;
 // Planes of the input in shared memory, where there are several: the two that outputs meet, and one
 // that is stored while others may still read the one in front of them.
 inline constexpr int kPlaneSlots = 3;

@@ -48,7 +48,11 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
 template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kShape>;
-  if (a.partials == nullptr) return launch_kernel<Own, Does::kFinishes>(a, stream);
+  if (a.partials == nullptr) {
+    FUSEDCONV_CHECK(a.output != nullptr, a.config.row->name,
+                    ": output: got none, expected one where no moments are taken");
+    return launch_kernel<Own, Does::kFinishes>(a, stream);
+  }
   FUSEDCONV_CHECK(a.output == nullptr, a.config.row->name,
                   ": output: got one, expected none where moments are taken");
   FUSEDCONV_CHECK(a.activation == Activation::kIdentity, a.config.row->name, ": activation: got ",

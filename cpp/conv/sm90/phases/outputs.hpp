@@ -8,14 +8,12 @@
 #include <cstdint>
 
 #include "conv/activate.hpp"
-#include "conv/round_each.hpp"
 #include "conv/sm90/phases/params.hpp"
 #include "conv/sm90/phases/traits.hpp"
 #include "conv/sm90/phases/values.hpp"
 #include "cuda/async.hpp"
 #include "cuda/early.hpp"
 #include "cuda/math.hpp"
-#include "cuda/pair.hpp"
 #include "groupnorm/moments.hpp"
 
 namespace fusedconv::conv::sm90::phases {

@@ -20,15 +20,6 @@ Schedule refused(std::string reason) {
   return result;
 }
 
-bool is_known(AxisProblem const& axis) {
-  return axis.kernel == kTaps && axis.stride == kStride && axis.dilation == 1 &&
-         axis.padding % kStride == 1;
-}
-bool is_absent(AxisProblem const& axis) {
-  return axis.kernel == 1 && axis.stride == 1 && axis.padding == 0 && axis.input == 1 &&
-         axis.output == 1;
-}
-
 // Of the products of 16 channels for a tile: those that read both operands more slowly than the
 // tensor cores multiply take as long.
 double step_cycles(Shape const& shape) {
@@ -45,8 +36,8 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   if (p.groups != 1) return refused("the convolution has groups");
   if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
   bool const deep = shape.axes == kMaxAxes;
-  if (!is_known(p.axes[1]) || !is_known(p.axes[2]) ||
-      !(deep ? is_known(p.axes[0]) : is_absent(p.axes[0]))) {
+  if (!is_doubled(p.axes[1]) || !is_doubled(p.axes[2]) ||
+      !(deep ? is_doubled(p.axes[0]) : is_absent(p.axes[0]))) {
     return refused(detail::join("served are filters of 3 taps with stride 2, dilation 1 and odd ",
                                 "padding along ", shape.axes, " axes"));
   }

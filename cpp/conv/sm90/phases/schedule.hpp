@@ -16,6 +16,7 @@
 #include <array>
 #include <cstdint>
 
+#include "conv/doubled_axis.hpp"
 #include "conv/math_table.hpp"
 #include "conv/transposed.hpp"
 #include "fusedconv/device.hpp"
@@ -24,7 +25,7 @@
 
 namespace fusedconv::conv::sm90::phases {
 
-inline constexpr int kTaps = 3, kStride = 2;  // along each axis that is not absent
+inline constexpr int kTaps = kDoublingTaps, kStride = kDoublingStride;  // of axes with a stride
 inline constexpr int kConsumers = 2;
 inline constexpr int kEdge = 8;               // positions of a tile along height and width
 inline constexpr int kRows = kEdge * kEdge;   // of one instruction

@@ -1,6 +1,8 @@
 // What consumers keep in shared memory beside operands: values of channels, and sums of moments.
 #pragma once
 
+#include "conv/sm90/phases/schedule.hpp"
+
 namespace fusedconv::conv::sm90::phases {
 
 inline constexpr int kWarps = 4;  // of a consumer
@@ -19,8 +21,8 @@ struct Values {
 // Of all consumers, for so many channels.
 constexpr int values_bytes(int channels) {
   int const consumer = ((4 + 2 * kWarps) * channels + kWarps) * int(sizeof(float));
-  return 2 * consumer;
+  return kConsumers * consumer;
 }
-static_assert(values_bytes(32) == 2 * int(sizeof(Values<32>)));
+static_assert(values_bytes(32) == kConsumers * int(sizeof(Values<32>)));
 
 }  // namespace fusedconv::conv::sm90::phases

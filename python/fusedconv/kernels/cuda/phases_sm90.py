@@ -46,8 +46,8 @@ class CostConstants:
 
 
 #: From the times of layers of real models in bf16 on an H200: both passes of VISTA3D's with
-#: InstanceNorm and GELU, PSMNet's and LaMa's with a folded BatchNorm. Of six other problems five
-#: are estimated within 8 %, one of 32 us 15 % above.
+#: InstanceNorm and GELU, PSMNet's and LaMa's with a folded BatchNorm. Of eight other problems
+#: five are estimated within 8 %, two of some 30 us 11 and 15 % above, one of 9 us 72 % above.
 COSTS = CostConstants(
     products=1.3,
     stored=13.0,

@@ -1,5 +1,5 @@
-"""Transposed convolutions along one axis by lines as they lie on the GPU, against fp64, relative to
-eager's error."""
+"""Transposed convolutions along one axis by lines as they lie on the GPU, in 16 bits and in TF32,
+against fp64, relative to eager's error."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from torch.nn import functional as F
 
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda.lines_sm90 import LinesSm90
+from fusedconv.kernels.cuda.line_row import LineRow
+from fusedconv.kernels.cuda.streams_sm90 import StreamsSm90
 from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, LinesSm90)]
+KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, LineRow)]
+PROVIDERS = {kernel.precision: kernel.provider for kernel in KERNELS}
 names = {"ids": lambda kernel: kernel.name}
-PRECISIONS = pytest.mark.parametrize("precision", ["fp16", "bf16"])
+PRECISIONS = pytest.mark.parametrize("precision", sorted(PROVIDERS))
 #: Of each row.
 RANDOM_PROBLEMS = 40
 
@@ -39,12 +41,16 @@ def on_hopper():
         pytest.skip("the rows run on compute capability 9.0")
 
 
-def served_problem(generator: random.Random) -> dict[str, Any]:
-    """A random problem that the rows serve, for ``fused_against_fp64``."""
+def served_problem(row: LineRow, generator: random.Random) -> dict[str, Any]:
+    """A random problem that a row serves, for ``fused_against_fp64``."""
+    streams = isinstance(row, StreamsSm90)
+    strides = (2, 2, 3, 4, 5, 6, 8, 10, 16, 64) if streams else (2, 2, 4, 4, 8, 16)
     while True:
-        stride = generator.choice((2, 2, 4, 4, 8, 16))
+        stride = generator.choice(strides)
         kernel = generator.randint(stride + 1, 2 * stride)
         extent = 8 * generator.choice((1, 2, 7, 14, 15, 16, 29, 30, 31, 60, 100))
+        if streams:
+            extent += generator.choice((0, 4))
         axis = (
             extent,
             kernel,
@@ -84,7 +90,7 @@ def test_random_problems(kernel, force):
     generator = random.Random(kernel.name)
     for seed in range(RANDOM_PROBLEMS):
         torch.manual_seed(seed)
-        case = served_problem(generator)
+        case = served_problem(kernel, generator)
         assert fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision), case
 
 
@@ -117,7 +123,7 @@ def against_fp64(actual: torch.Tensor, tensors, precision: str) -> None:
 @pytest.mark.parametrize("weights", ["contiguous", "transposed", "unaligned", "expanded"])
 @pytest.mark.parametrize("taps", [4, 8, 16, 32])
 def test_weights(taps, weights, precision, force):
-    force("lines_sm90")
+    force(PROVIDERS[precision])
     x, weight, bias = layer(precision, taps=taps)
     if weights == "transposed":
         weight = weight.permute(2, 1, 0).contiguous().permute(2, 1, 0)
@@ -134,7 +140,7 @@ def test_weights(taps, weights, precision, force):
 )
 def test_large_filters(channels, out, taps, precision, force):
     """Whose rows consumers share, or have tiles of their own beside."""
-    force("lines_sm90")
+    force(PROVIDERS[precision])
     tensors = layer(precision, channels=channels, out=out, taps=taps, length=2000)
     against_fp64(run(*tensors), tensors, precision)
 
@@ -142,7 +148,7 @@ def test_large_filters(channels, out, taps, precision, force):
 @PRECISIONS
 def test_ends_of_lines_are_not_the_next_channels(precision, force):
     """Copies beyond a line's ends bring zeros, and so do channels that are not there."""
-    force("lines_sm90")
+    force(PROVIDERS[precision])
     x, weight, bias = layer(precision, channels=70, length=128)
     x[:, :, [0, -1]] = 100.0
     against_fp64(run(x, weight, bias), (x, weight, bias), precision)
@@ -152,10 +158,12 @@ def test_ends_of_lines_are_not_the_next_channels(precision, force):
 
 
 @PRECISIONS
-@pytest.mark.parametrize(("taps", "padding"), [(4, 1), (8, 2), (16, 4), (16, 5)])
+@pytest.mark.parametrize(
+    ("taps", "padding"), [(4, 0), (4, 1), (4, 3), (8, 2), (16, 4), (16, 5), (32, 8)]
+)
 def test_a_folded_batch_norm(taps, padding, precision, force):
     """Scale and shift in the epilogue, which change from call to call."""
-    force("lines_sm90")
+    force(PROVIDERS[precision])
     x, weight, bias = layer(precision, taps=taps)
     stride = taps // 2
     mean, variance = torch.empty(40, device="cuda"), torch.empty(40, device="cuda")
@@ -181,7 +189,7 @@ def test_a_folded_batch_norm(taps, padding, precision, force):
 
 @PRECISIONS
 def test_the_same_bits_each_time_and_in_any_batch(precision, force):
-    force("lines_sm90")
+    force(PROVIDERS[precision])
     x, weight, bias = layer(precision, batch=7)
     whole = run(x, weight, bias)
     assert torch.equal(whole, run(x, weight, bias))

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "col2im_sm90": 90,
     "lines_sm90": 90,
     "phases_sm90": 90,
+    "streams_sm90": 90,
     "taps_sm90": 90,
     "depthwise": 90,
     "groupnorm_cuda": 90,

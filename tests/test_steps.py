@@ -34,6 +34,7 @@ KERNELS = [
     (r"sm90_col2im_", [r"col2im::convolve"]),
     (r"sm90_lines_", [r"lines::convolve"]),
     (r"sm90_phases_", [r"phases::convolve"]),
+    (r"sm90_streams_", [r"streams::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),

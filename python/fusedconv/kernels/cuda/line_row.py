@@ -1,0 +1,38 @@
+"""What rows share that upsample lines, channels first, by filters of up to two strides."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.taps import TransposedRow
+from fusedconv.problem import ForwardProblem
+
+#: Tiles of a launch, a few less than 2**31.
+MOST_TILES = (1 << 31) - (1 << 17)
+#: Cycles of a launch beside its tiles', and of a byte of the filter that a block copies first.
+LAUNCH_CYCLES = 3000.0
+KEPT_BYTE_CYCLES = 0.04
+#: What a launch takes whose bytes bound it, over a copy of as many.
+BYTES_BOUND = 1.15
+
+
+class LineRow(TransposedRow):
+    """A row whose blocks go over a line's tiles with one group each of the filter's columns."""
+
+    architecture = 90
+    #: Cycles of waiting for the pass that packs the filter.
+    pack_cycles: ClassVar[float]
+
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        return int(MOST_TILES // config.tiles)
+
+    def cost(self, problem: ForwardProblem, device: Device) -> float:
+        config = self.config(problem, device)
+        blocks = max(1, device.multiprocessors // config.groups)
+        waves = math.ceil(problem.batch * config.tiles / blocks)
+        waves *= math.ceil(config.groups / max(1, device.multiprocessors))
+        cycles = LAUNCH_CYCLES + self.pack_cycles + waves * config.tile_cycles
+        cycles += KEPT_BYTE_CYCLES * config.kept_bytes
+        return self.milliseconds_of(problem, device, cycles, BYTES_BOUND)

@@ -128,16 +128,17 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   leave_columns(p, columns, self);
   device::RingCursor cursor;
   Operands even, odd;  // of a stage's two steps
-  [[maybe_unused]] float results[Traits::kDefers ? Traits::kSums : 1];
-  Waiting waiting;
-  auto const store_part = [&]([[maybe_unused]] int part) {
-    if constexpr (Traits::kDefers) {
-      if (waiting.line == nullptr) return;
-      dispatch_part<0, kParts<kColumns>>(part, [&](auto known) {
-        streams::store_part<known.value * kPartEights, kPartEights>(p, lane, columns, waiting,
-                                                                    results);
-      });
-    }
+  // Stores go out in parts of so many eights, beside the next tile's products where registers hold
+  // both: all at once they would be waited for.
+  constexpr int kPart = 2, kParts = Traits::kDeferred / kPart;
+  constexpr int kNow = Traits::kEights - Traits::kDeferred;
+  float results[Traits::kDeferred * 4];
+  float* waiting = nullptr;  // where they go: position 0 of the lane's first row in a sample
+  auto const store_part = [&](int part) {
+    if (waiting == nullptr) return;
+    dispatch_part<0, kParts>(part, [&](auto known) {
+      store_eights<kNow + known.value * kPart, kPart, kNow>(p, lane, columns, waiting, results);
+    });
   };
   Items item(p);
   // There are at most as many blocks of a group as tiles.
@@ -173,20 +174,20 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
 #pragma unroll 1
-    for (int part = chunks; part < kParts<kColumns>; ++part) store_part(part);
+    for (int part = chunks; part < kParts; ++part) store_part(part);
     if (!item.present()) return;
     release(in_flight);
     Place const at(p, item);
     float* const sample = p.output + int64_t(at.sample) * p.output_channels * p.output_length;
-    if constexpr (Traits::kDefers) {
-      finish<kColumns>(p, lane, columns, sums, results);
-      waiting = begin_stores<kColumns>(p, lane, columns, sample, at.position, results);
+    finish(p, lane, columns, sums);
+    waiting = nullptr;
+    if (is_whole(p, at.position)) {
+      waiting = sample + (at.position + lane.row) * p.stride.divisor;
+      store_eights<0, kNow, 0>(p, lane, columns, waiting, sums);
+#pragma unroll
+      for (int i = 0; i < Traits::kDeferred * 4; ++i) results[i] = sums[kNow * 4 + i];
     } else {
-      finish<kColumns>(p, lane, columns, sums, sums);
-      waiting = begin_stores<kColumns>(p, lane, columns, sample, at.position, sums);
-      if (waiting.line != nullptr) {
-        streams::store_part<0, kColumns / 8>(p, lane, columns, waiting, sums);
-      }
+      store_present(p, lane, columns, sample, at.position + lane.row, sums);
     }
   }
 }

@@ -32,8 +32,9 @@ struct Lane {
 };
 
 // What is added to a column's sums, what they are multiplied by then and what is added to that;
-// where its output of position 0 is in a sample, and where in the line, in front of it perhaps or,
-// where there is no such channel, of all lines.
+// where its output of position 0 is in a sample, and where in the line, in front of it perhaps;
+// kAbsent where there is no such channel.
+inline constexpr int kAbsent = INT_MIN;  // in front of all lines
 template <int kColumns>
 struct Columns {
   float start[kColumns], scale[kColumns], shift[kColumns];
@@ -57,30 +58,27 @@ __device__ __forceinline__ void leave_columns(Params const& p, Columns<kColumns>
     columns.start[i] = scales ? bias : bias + shift;
     columns.scale[i] = scales ? p.scale[channel] : 1.0f;
     columns.shift[i] = scales ? shift : 0.0f;
-    columns.output[i] = channel * p.output_length + phase - p.padding;
-    columns.in_line[i] = present ? phase - p.padding : INT_MIN;
+    columns.output[i] = present ? channel * p.output_length + phase - p.padding : kAbsent;
+    columns.in_line[i] = present ? phase - p.padding : kAbsent;
   }
   device::sync_threads(1, kConsumers * kWarpgroup);
 }
-
-template <int kColumns>
-using Sums = float[kColumns / 2];
 
 __device__ __forceinline__ float2 pair_at(float const* values) {
   return *reinterpret_cast<float2 const*>(values);
 }
 
-template <int kColumns>
+// Sums become results.
+template <int kColumns, int kSums>
 __device__ __forceinline__ void finish(Params const& p, Lane const& lane,
-                                       Columns<kColumns> const& columns, Sums<kColumns> const& sums,
-                                       Sums<kColumns>& results) {
+                                       Columns<kColumns> const& columns, float (&sums)[kSums]) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     float2 const start = pair_at(columns.start + lane.column(j));
 #pragma unroll
     for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-      results[i] = sums[i] + start.x;
-      results[i + 1] = sums[i + 1] + start.y;
+      sums[i] += start.x;
+      sums[i + 1] += start.y;
     }
   }
   if (p.scale != nullptr) {
@@ -90,26 +88,28 @@ __device__ __forceinline__ void finish(Params const& p, Lane const& lane,
       float2 const shift = pair_at(columns.shift + lane.column(j));
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        results[i] = fmaf(results[i], scale.x, shift.x);
-        results[i + 1] = fmaf(results[i + 1], scale.y, shift.y);
+        sums[i] = fmaf(sums[i], scale.x, shift.x);
+        sums[i + 1] = fmaf(sums[i + 1], scale.y, shift.y);
       }
     }
   }
-  activate<float>(p.activation, results);
+  activate<float>(p.activation, sums);
 }
 
 __device__ __forceinline__ void store_pair(float* to, float first, float second) {
   *reinterpret_cast<float2*>(to) = {first, second};
 }
 
-// line: position 0 of the lane's first row. j: of eight columns.
+// Of an eight of columns, by the lane's four results. line: position 0 of its first row.
 template <int kColumns>
 __device__ __forceinline__ void store_pairs(Params const& p, Lane const& lane,
-                                            Columns<kColumns> const& columns, float* line, int j,
-                                            Sums<kColumns> const& results) {
-  float* const at = line + columns.output[lane.column(j)];
-  store_pair(at, results[4 * j], results[4 * j + 1]);
-  store_pair(at + 8 * p.stride.divisor, results[4 * j + 2], results[4 * j + 3]);
+                                            Columns<kColumns> const& columns, float* line,
+                                            int eight, float const* results) {
+  int const output = columns.output[lane.column(eight)];
+  if (output == kAbsent) return;
+  float* const at = line + output;
+  store_pair(at, results[0], results[1]);
+  store_pair(at + 8 * p.stride.divisor, results[2], results[3]);
 }
 
 // The same of a stride of two where the second phase begins at whole eight bytes: with the first of
@@ -117,73 +117,39 @@ __device__ __forceinline__ void store_pairs(Params const& p, Lane const& lane,
 // last have one that is stored by itself.
 template <int kColumns>
 __device__ __forceinline__ void store_late_pairs(Lane const& lane, Columns<kColumns> const& columns,
-                                                 float* line, int j,
-                                                 Sums<kColumns> const& results) {
+                                                 float* line, int eight, float const* results) {
   bool const first = lane.eighth == 0, last = lane.eighth == 7;
   int const next = (int(threadIdx.x) + 4) % 32;
-  float* const at = line + columns.output[lane.column(j)];
+  int const output = columns.output[lane.column(eight)];
   // The first lane gives the eighth row what its second is to be followed by.
-  float const here = __shfl_sync(~0u, first ? results[4 * j + 2] : results[4 * j], next);
-  float const there = __shfl_sync(~0u, results[4 * j + 2], next);
-  if (first) *at = results[4 * j];
-  store_pair(at + 1, results[4 * j + 1], here);
+  float const here = __shfl_sync(~0u, first ? results[2] : results[0], next);
+  float const there = __shfl_sync(~0u, results[2], next);
+  if (output == kAbsent) return;
+  float* const at = line + output;
+  if (first) *at = results[0];
+  store_pair(at + 1, results[1], here);
   float* const behind = at + 2 * 8 + 1;
   if (last) {
-    *behind = results[4 * j + 3];
+    *behind = results[3];
   } else {
-    store_pair(behind, results[4 * j + 3], there);
+    store_pair(behind, results[3], there);
   }
 }
 
-// Of a tile's outputs those that there are, by themselves or by pairs. sample: where its outputs
-// begin. row: the position of the lane's first.
-template <int kColumns, bool kPairs>
-__device__ __forceinline__ void store_present(Params const& p, Lane const& lane,
-                                              Columns<kColumns> const& columns, float* sample,
-                                              int row, Sums<kColumns> const& results) {
-  constexpr int kWidth = kPairs ? 2 : 1;
-  int const begin = row * p.stride.divisor, ahead = 8 * p.stride.divisor;
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; i += kWidth) {
-    int const column = lane.column(i / 4) + i % 2;
-    int const from_begin = i / 2 % 2 * ahead;
-    int const in_line = begin + from_begin + columns.in_line[column];
-    if (in_line < 0 || in_line >= p.output_length) continue;
-    float* const at = sample + begin + (from_begin + columns.output[column]);
-    if constexpr (kPairs) {
-      store_pair(at, results[i], results[i + 1]);
-    } else {
-      *at = results[i];
-    }
-  }
-}
-
-// A tile's results that are still to be stored, if there is a line: position 0 of the lane's first
-// row. All of the tile's outputs there are then, and go by pairs.
-struct Waiting {
-  float* line = nullptr;
-};
-
-// They are stored in parts of so many eights of columns, beside the next tile's products where
-// registers hold both: all at once they would be waited for.
-inline constexpr int kPartEights = 2;
-template <int kColumns>
-inline constexpr int kParts = kColumns / 8 / kPartEights;
-
-// kCount eights from the first on.
-template <int kFirst, int kCount, int kColumns>
-__device__ __forceinline__ void store_part(Params const& p, Lane const& lane,
-                                           Columns<kColumns> const& columns, Waiting const& waiting,
-                                           Sums<kColumns> const& results) {
+// kCount eights of columns from the first on, of a whole tile. results: from kBegin's on.
+template <int kFirst, int kCount, int kBegin, int kColumns>
+__device__ __forceinline__ void store_eights(Params const& p, Lane const& lane,
+                                             Columns<kColumns> const& columns, float* line,
+                                             float const* results) {
   if (p.pairs) {
 #pragma unroll
     for (int j = kFirst; j < kFirst + kCount; ++j) {
-      store_pairs(p, lane, columns, waiting.line, j, results);
+      store_pairs(p, lane, columns, line, j, results + 4 * (j - kBegin));
     }
   } else {
 #pragma unroll
     for (int j = kFirst; j < kFirst + kCount; ++j) {
-      store_late_pairs(lane, columns, waiting.line, j, results);
+      store_late_pairs(lane, columns, line, j, results + 4 * (j - kBegin));
     }
   }
 }
@@ -203,22 +169,45 @@ __device__ __forceinline__ void dispatch_part(int part, Body const& body) {
   }
 }
 
-// Of a tile whose results are in registers: returns what waits, or stores what is not whole.
-template <int kColumns>
-__device__ __forceinline__ Waiting begin_stores(Params const& p, Lane const& lane,
-                                                Columns<kColumns> const& columns, float* sample,
-                                                int position, Sums<kColumns> const& results) {
-  int const stride = p.stride.divisor, row = position + lane.row;
-  bool const whole = position * stride >= p.padding &&
-                     (position + kTile) * stride - p.padding <= p.output_length &&
-                     (int(blockIdx.x) % p.groups + 1) * kColumns <= p.output_channels * stride;
-  if (whole && (p.pairs || p.late_pairs)) return {.line = sample + row * stride};
-  if (p.pairs) {
-    store_present<kColumns, true>(p, lane, columns, sample, row, results);
-  } else {
-    store_present<kColumns, false>(p, lane, columns, sample, row, results);
+// Whether a tile's positions have all of their outputs, which are stored by pairs then. position:
+// of its first row.
+__device__ __forceinline__ bool is_whole(Params const& p, int position) {
+  int const stride = p.stride.divisor;
+  return (p.pairs || p.late_pairs) && position * stride >= p.padding &&
+         (position + kTile) * stride - p.padding <= p.output_length;
+}
+
+// Of another tile's outputs those that there are, by themselves or by pairs. sample: where its
+// outputs begin. row: the position of the lane's first.
+template <bool kPairs, int kColumns, int kSums>
+__device__ __forceinline__ void store_present(Params const& p, Lane const& lane,
+                                              Columns<kColumns> const& columns, float* sample,
+                                              int row, float const (&results)[kSums]) {
+  constexpr int kWidth = kPairs ? 2 : 1;
+  int const begin = row * p.stride.divisor, ahead = 8 * p.stride.divisor;
+#pragma unroll
+  for (int i = 0; i < kSums; i += kWidth) {
+    int const column = lane.column(i / 4) + i % 2;
+    int const from_begin = i / 2 % 2 * ahead;
+    int const in_line = begin + from_begin + columns.in_line[column];
+    if (in_line < 0 || in_line >= p.output_length) continue;
+    float* const at = sample + begin + (from_begin + columns.output[column]);
+    if constexpr (kPairs) {
+      store_pair(at, results[i], results[i + 1]);
+    } else {
+      *at = results[i];
+    }
   }
-  return {};
+}
+template <int kColumns, int kSums>
+__device__ __forceinline__ void store_present(Params const& p, Lane const& lane,
+                                              Columns<kColumns> const& columns, float* sample,
+                                              int row, float const (&results)[kSums]) {
+  if (p.pairs) {
+    store_present<true>(p, lane, columns, sample, row, results);
+  } else {
+    store_present<false>(p, lane, columns, sample, row, results);
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::streams

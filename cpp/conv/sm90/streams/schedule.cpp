@@ -8,10 +8,11 @@
 namespace fusedconv::conv::sm90::streams {
 namespace {
 
-// Over what the tensor cores take for products at full rate, and cycles from a tile's products to
-// its last store.
-constexpr double kProducts = 1.2;
-constexpr double kEpilogue = 1500.0;
+// Cycles of an instruction over those at full rate, and at least, as shared memory has both
+// operands to bring; from a tile's products to the next one's, by the square of a block's columns.
+constexpr double kProducts = 1.03;
+constexpr double kLeastProducts = 84.0;
+constexpr double kEpilogue = 0.118;
 constexpr int64_t kMostPixels = int64_t(1) << 30;
 
 Schedule refused(std::string reason) {
@@ -74,9 +75,9 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                                 16 * kMostPixels, " are served"));
   }
   s.shared_bytes = s.stages * shape.stage_bytes() + beside;
-  double const products =
-      kProducts * s.chunks * (kChunk / kStep) * kTaps * kConsumers * (shape.columns / 2.0);
-  s.tile_cycles = products + kEpilogue;
+  double const each = std::max(kProducts * shape.columns / 2.0, kLeastProducts);
+  double const products = each * s.chunks * (kChunk / kStep) * kTaps * kConsumers;
+  s.tile_cycles = products + kEpilogue * shape.columns * shape.columns;
   return s;
 }
 

@@ -34,8 +34,9 @@ struct Traits {
   static constexpr int kSums = kShape.columns / 2;  // of a thread
   using Mma = typename Instruction<kMath, kShape.columns>::Mma;
 
-  // Whether registers hold a tile's results beside the next one's sums.
-  static constexpr bool kDefers = kShape.columns <= 192;
+  // Eights of columns whose results registers hold beside the next tile's sums: the last.
+  static constexpr int kEights = kShape.columns / 8;
+  static constexpr int kDeferred = kShape.columns <= 192 ? kEights : 12;
 
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Registers of a thread that multiplies, and of one that copies.

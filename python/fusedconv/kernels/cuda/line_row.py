@@ -14,8 +14,6 @@ MOST_TILES = (1 << 31) - (1 << 17)
 #: Cycles of a launch beside its tiles', and of a byte of the filter that a block copies first.
 LAUNCH_CYCLES = 3000.0
 KEPT_BYTE_CYCLES = 0.04
-#: What a launch takes whose bytes bound it, over a copy of as many.
-BYTES_BOUND = 1.15
 
 
 class LineRow(TransposedRow):
@@ -24,6 +22,8 @@ class LineRow(TransposedRow):
     architecture = 90
     #: Cycles of waiting for the pass that packs the filter.
     pack_cycles: ClassVar[float]
+    #: What a launch takes whose bytes bound it, over a copy of as many.
+    bytes_bound: ClassVar[float]
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return int(MOST_TILES // config.tiles)
@@ -35,4 +35,4 @@ class LineRow(TransposedRow):
         waves *= math.ceil(config.groups / max(1, device.multiprocessors))
         cycles = LAUNCH_CYCLES + self.pack_cycles + waves * config.tile_cycles
         cycles += KEPT_BYTE_CYCLES * config.kept_bytes
-        return self.milliseconds_of(problem, device, cycles, BYTES_BOUND)
+        return self.milliseconds_of(problem, device, cycles, self.bytes_bound)

@@ -20,6 +20,7 @@ class LinesSm90(LineRow):
 
     provider = "lines_sm90"
     pack_cycles = 5700.0
+    bytes_bound = 1.15
 
 
 def kernels() -> list[Kernel]:

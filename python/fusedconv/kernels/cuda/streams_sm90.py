@@ -18,7 +18,8 @@ class StreamsSm90(LineRow):
     """A row of ``_C.sm90.streams.rows()``."""
 
     provider = "streams_sm90"
-    pack_cycles = 5700.0
+    pack_cycles = 1000.0
+    bytes_bound = 1.45
 
 
 def kernels() -> list[Kernel]:

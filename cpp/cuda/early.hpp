@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "cuda/launch.hpp"
+
 // Helpers that a kernel's unit does not use, or that are empty for older devices.
 #pragma nv_diag_suppress 177
 
@@ -39,14 +41,8 @@ cudaError_t launch_early(bool early, void (*kernel)(Parameters...), dim3 grid, d
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  return launch_with(early ? &attribute : nullptr, kernel, grid, threads, shared_bytes, stream,
+                     std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace fusedconv::device

@@ -30,8 +30,22 @@ cudaError_t allow_shared_bytes(int bytes) {
   return status;
 }
 
-// Launches a kernel, in clusters of `cluster` blocks on compute capability 9.0. An error is also
-// the runtime's last one.
+// Launches a kernel, with an attribute if there is one. An error is also the runtime's last one.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_with(cudaLaunchAttribute* attribute, void (*kernel)(Parameters...), dim3 grid,
+                        dim3 threads, std::size_t shared_bytes, cudaStream_t stream,
+                        Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attribute;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// In clusters of `cluster` blocks on compute capability 9.0.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 threads,
                             std::size_t shared_bytes, cudaStream_t stream,
@@ -39,21 +53,15 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 gri
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+  return launch_with(cluster > 1 ? &attribute : nullptr, kernel, grid, threads, shared_bytes,
+                     stream, std::forward<Arguments>(arguments)...);
 }
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 threads, std::size_t shared_bytes,
                    cudaStream_t stream, Arguments&&... arguments) {
-  return launch_clusters(kernel, 1, grid, threads, shared_bytes, stream,
-                         std::forward<Arguments>(arguments)...);
+  return launch_with(nullptr, kernel, grid, threads, shared_bytes, stream,
+                     std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace fusedconv::device

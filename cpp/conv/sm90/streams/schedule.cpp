@@ -9,10 +9,11 @@ namespace fusedconv::conv::sm90::streams {
 namespace {
 
 // Cycles of an instruction over those at full rate, and at least, as shared memory has both
-// operands to bring; from a tile's products to the next one's, by the square of a block's columns.
+// operands to bring; from a tile's products to the next one's, and by the square of a block's
+// columns.
 constexpr double kProducts = 1.03;
 constexpr double kLeastProducts = 84.0;
-constexpr double kEpilogue = 0.118;
+constexpr double kEpilogue = 1420.0, kSquare = 0.0963;
 constexpr int64_t kMostPixels = int64_t(1) << 30;
 
 Schedule refused(std::string reason) {
@@ -77,7 +78,7 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.shared_bytes = s.stages * shape.stage_bytes() + beside;
   double const each = std::max(kProducts * shape.columns / 2.0, kLeastProducts);
   double const products = each * s.chunks * (kChunk / kStep) * kTaps * kConsumers;
-  s.tile_cycles = products + kEpilogue * shape.columns * shape.columns;
+  s.tile_cycles = products + kEpilogue + kSquare * shape.columns * shape.columns;
   return s;
 }
 

@@ -50,12 +50,12 @@ def served_problem(row: LineRow, generator: random.Random) -> dict[str, Any]:
         kernel = generator.randint(stride + 1, 2 * stride)
         extent = 8 * generator.choice((1, 2, 7, 14, 15, 16, 29, 30, 31, 60, 100))
         if streams:
-            extent += generator.choice((0, 4))
+            extent = generator.choice((extent, extent + 4, 4))
         axis = (
             extent,
             kernel,
             stride,
-            generator.randint(0, kernel),
+            generator.randint(0, generator.choice((kernel, kernel, 10 * stride))),
             generator.randrange(stride),
             1,
         )
@@ -142,6 +142,14 @@ def test_large_filters(channels, out, taps, precision, force):
     """Whose rows consumers share, or have tiles of their own beside."""
     force(PROVIDERS[precision])
     tensors = layer(precision, channels=channels, out=out, taps=taps, length=2000)
+    against_fp64(run(*tensors), tensors, precision)
+
+
+@PRECISIONS
+def test_more_channels_than_blocks(precision, force):
+    """Of the filter more groups than there are multiprocessors."""
+    force(PROVIDERS[precision])
+    tensors = layer(precision, channels=16, out=2200, taps=32, length=96)
     against_fp64(run(*tensors), tensors, precision)
 
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "conv/sm90/boxes/operand.hpp"
+#include "conv/sm90/line_tiles.hpp"
 #include "conv/sm90/lines/outputs.hpp"
 #include "conv/sm90/lines/params.hpp"
 #include "conv/sm90/wait.hpp"
@@ -50,17 +51,6 @@ struct Traits {
   static_assert((kConsumers * kRegisters + kCopyRegisters) * kWarpgroup <= 65536);
 };
 
-// Tiles of all samples. Blocks of other rows beside this one have the same, which the cache has.
-struct Items {
-  int tile, step, count;
-
-  __device__ __forceinline__ explicit Items(Params const& p)
-      : tile(int(blockIdx.x) / p.groups), step(int(gridDim.x) / p.groups), count(p.tile_count) {}
-
-  __device__ __forceinline__ bool present() const { return tile < count; }
-  __device__ __forceinline__ void advance(int times = 1) { tile += times * step; }
-};
-
 // Rows of each consumer's taps by chunks.
 __device__ __forceinline__ int kept_tile(Params const& p, int row_block, int tap, int chunk) {
   return ((row_block * kTaps + tap) * p.chunks + chunk) * kTileBytes;
@@ -84,7 +74,7 @@ __device__ __forceinline__ void copy_all(Params const& p, Maps const& maps, Barr
     }
   }
   device::RingCursor cursor{.stage = 0, .parity = 1};
-  for (Items item(p); item.present(); item.advance()) {
+  for (LineTiles item(p.groups, p.tile_count); item.present(); item.advance()) {
     int sample, number;
     p.tiles(sample, number, item.tile);
     int const first = p.first + number * kOutputs;
@@ -137,7 +127,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   auto const pass_turn = [&] { device::arrive_threads(turn_of(next), kBoth); };
   if (next == 0) pass_turn();
   device::RingCursor cursor;
-  Items item(p);
+  LineTiles item(p.groups, p.tile_count);
   item.advance(own_tile);
   cursor.jump(own_tile * p.chunks, p.stages);
   wait_for(&barriers.kept, 0);

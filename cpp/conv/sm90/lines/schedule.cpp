@@ -4,6 +4,7 @@
 #include <bit>
 #include <utility>
 
+#include "conv/upsampled_line.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::lines {
@@ -15,7 +16,7 @@ namespace {
 constexpr double kProducts = 1.2;
 constexpr double kEpilogue = 1300.0, kNarrow = 400.0;
 constexpr double kByte = 0.041;
-constexpr int64_t kMostPixels = int64_t(1) << 30;
+constexpr int64_t kMostVectors = int64_t(1) << 30;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -28,32 +29,11 @@ Schedule refused(std::string reason) {
 Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                      Device const& device) {
   if (traits_of(math).element_bytes() != 2) return refused("the row is not of 16 bits");
-  if (p.layout != Layout::kChannelsFirst) return refused("the layout is channels last");
-  if (p.groups != 1) return refused("the convolution has groups");
-  if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
-  for (int a = 0; a < kMaxAxes - 1; ++a) {
-    AxisProblem const& other = p.axes[a];
-    // Padding may keep the one product of such an axis off its one output.
-    if (other.input != 1 || other.output != 1 || other.kernel != 1 || other.padding != 0) {
-      return refused("the convolution has more than one axis");
-    }
-  }
+  if (Support const line = is_upsampled_line(p, kGranule); !line) return refused(line.reason);
   AxisProblem const& axis = p.axes[kMaxAxes - 1];
   int const stride = axis.stride;
   if (stride < 2 || stride > kMostStride || !std::has_single_bit(unsigned(stride))) {
     return refused(detail::join("the stride is ", stride, ", 2, 4, 8 and 16 are served"));
-  }
-  if (axis.dilation != 1) return refused("the filter is dilated");
-  if (axis.kernel <= stride || axis.kernel > 2 * stride) {
-    return refused(detail::join("the filter has ", axis.kernel, " taps, more than the stride ",
-                                stride, " and up to two are served"));
-  }
-  if (axis.input % kGranule != 0) {
-    return refused(detail::join("lines of ", axis.input, " positions are no whole 16 bytes"));
-  }
-  if (axis.input > kMostPixels || axis.output > kMostPixels) {
-    return refused(detail::join("lines have ", axis.input, " and ", axis.output,
-                                " positions, up to ", kMostPixels, " are served"));
   }
   Schedule s;
   s.axis = Axis::of(axis);
@@ -85,9 +65,9 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.channel_pitch = int(round_up(p.channels, 8));
   s.filter_bytes = int64_t(s.groups) * s.together * kTaps * kRows * s.channel_pitch * 2;
   // A thread packs a vector, and counts them all.
-  if (s.filter_bytes / 16 > kMostPixels) {
+  if (s.filter_bytes / 16 > kMostVectors) {
     return refused(detail::join("the packed filter has ", s.filter_bytes, " bytes, up to ",
-                                16 * kMostPixels, " are served"));
+                                16 * kMostVectors, " are served"));
   }
   s.kept_bytes = s.together * row_bytes;
   s.shared_bytes = s.kept_bytes + s.stages * kStageBytes + kBarrierBytes;

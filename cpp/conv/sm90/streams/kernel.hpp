@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "conv/sm90/boxes/operand.hpp"
+#include "conv/sm90/line_tiles.hpp"
 #include "conv/sm90/streams/outputs.hpp"
 #include "conv/sm90/streams/params.hpp"
 #include "conv/sm90/streams/traits.hpp"
@@ -25,23 +26,11 @@ struct Barriers {
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 
-// Tiles of all samples. Blocks of other columns beside this one have the same, which the cache has.
-struct Items {
-  int tile, step, count;
-
-  __device__ __forceinline__ explicit Items(Params const& p)
-      : tile(int(blockIdx.x) / p.groups), step(int(gridDim.x) / p.groups), count(p.tile_count) {}
-
-  __device__ __forceinline__ bool present() const { return tile < count; }
-  __device__ __forceinline__ bool last() const { return tile + step >= count; }
-  __device__ __forceinline__ void advance() { tile += step; }
-};
-
 // A tile's sample and the position of its first row.
 struct Place {
   int sample, position;
 
-  __device__ __forceinline__ Place(Params const& p, Items const& item) {
+  __device__ __forceinline__ Place(Params const& p, LineTiles const& item) {
     int number;
     p.tiles(sample, number, item.tile);
     position = p.first + number * kTile;
@@ -58,7 +47,7 @@ __device__ __forceinline__ void copy_all(Params const& p, CUtensorMap const& map
       p.filter + int64_t(int(blockIdx.x) % p.groups) * p.chunks * kFilterBytes;
   device::wait_for_launch_in_front();  // the filter is packed
   device::RingCursor cursor{.stage = 0, .parity = 1};
-  for (Items item(p); item.present(); item.advance()) {
+  for (LineTiles item(p.groups, p.tile_count); item.present(); item.advance()) {
     Place const at(p, item);
 #pragma unroll 1
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
@@ -140,11 +129,11 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       store_eights<kNow + known.value * kPart, kPart, kNow>(p, lane, columns, waiting, results);
     });
   };
-  Items item(p);
+  LineTiles item(p.groups, p.tile_count);
   // There are at most as many blocks of a group as tiles.
   wait_for(&barriers.full[0], 0);
   load(even, line_of(0, 0));
-  // Once more behind the last tile, for what of it waits.
+  // Once more behind the last tile, for its results that are not stored yet.
   for (;; item.advance()) {
     int const chunks = item.present() ? p.chunks : 0;
     float sums[Traits::kSums];
@@ -155,7 +144,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     for (int chunk = 0; chunk < chunks; ++chunk) {
       uint64_t const filter = filter0 + (uint32_t(cursor.stage) * kStageBytes >> 4);
       multiply_step<Traits>(even, filter, sums);
-      store_part(chunk);  // two steps' products are under way
+      store_part(chunk);  // products of two steps are under way, of a tile's first one
       // The other operands are free once all products but the latest are through.
       cute::warpgroup_wait<1>();
       if (in_flight >= 0) release(in_flight);
@@ -164,7 +153,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
       cute::warpgroup_wait<1>();
       in_flight = cursor.stage;
       cursor.advance(p.stages);
-      // Behind all tiles what is loaded is of no use, but a branch would make ptxas serialise.
+      // Behind all tiles what is loaded is of no use, but operands that a branch defines would make
+      // ptxas serialise.
       if (chunk + 1 < p.chunks || !item.last()) {
         wait_for(&barriers.full[cursor.stage], cursor.parity);
       }

@@ -3,15 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <vector>
 
-#include "conv/failure.hpp"
 #include "conv/sm90/boxes/map_axes.hpp"
+#include "conv/sm90/line_tiles.hpp"
 #include "conv/sm90/streams/kernel.hpp"
 #include "conv/sm90/streams/rows.hpp"
-#include "cuda/early.hpp"
-#include "cuda/launch.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::streams {
@@ -29,20 +26,7 @@ inline CUtensorMap input_map(Arguments const& a) {
 template <Math kMath, Shape kShape>
 void launch(Arguments const& a, cudaStream_t stream) {
   using Own = Traits<kMath, kShape>;
-  constexpr auto kernel = &convolve<Own>;
-  Schedule const& s = a.config.schedule;
-  int64_t const tiles = int64_t(a.batch) * s.tiles;
-  constexpr int64_t kMost = 0x7fffffff - 0x10000;  // a step beyond them is counted to
-  FUSEDCONV_CHECK(tiles <= kMost, a.config.row->name, ": tiles: got ", tiles, ", expected at most ",
-                  kMost);
-  // As many blocks for each group of columns, one of each at least.
-  int64_t const each = std::clamp<int64_t>(a.config.multiprocessors / s.groups, 1, tiles);
-  conv::check_launch(a.config, a.batch, "cudaFuncSetAttribute",
-                     device::allow_shared_bytes<kernel>(s.shared_bytes));
-  conv::check_launch(
-      a.config, a.batch, "launch",
-      device::launch_early(a.begins_early, kernel, unsigned(each * s.groups), Own::kThreads,
-                           s.shared_bytes, stream, Params::of(a), input_map(a)));
+  launch_line<&convolve<Own>>(a, Own::kThreads, Params::of(a), input_map(a), stream);
 }
 
 template <Math kMath, Shape kShape>

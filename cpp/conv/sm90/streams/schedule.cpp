@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "conv/upsampled_line.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::streams {
@@ -14,7 +15,7 @@ namespace {
 constexpr double kProducts = 1.03;
 constexpr double kLeastProducts = 84.0;
 constexpr double kEpilogue = 1420.0, kSquare = 0.0963;
-constexpr int64_t kMostPixels = int64_t(1) << 30;
+constexpr int64_t kMostElements = int64_t(1) << 30;
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -27,37 +28,19 @@ Schedule refused(std::string reason) {
 Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                      Device const& device) {
   if (math != Math::kTf32) return refused("the row is not of TF32");
-  if (p.layout != Layout::kChannelsFirst) return refused("the layout is channels last");
-  if (p.groups != 1) return refused("the convolution has groups");
-  if (!p.aligned) return refused("the input begins at no multiple of 16 bytes");
-  for (int a = 0; a < kMaxAxes - 1; ++a) {
-    AxisProblem const& other = p.axes[a];
-    // Padding may keep the one product of such an axis off its one output.
-    if (other.input != 1 || other.output != 1 || other.kernel != 1 || other.padding != 0) {
-      return refused("the convolution has more than one axis");
-    }
-  }
+  if (Support const line = is_upsampled_line(p, kGranule); !line) return refused(line.reason);
   AxisProblem const& axis = p.axes[kMaxAxes - 1];
   int const stride = axis.stride;
   if (stride < 2 || stride > kMostStride) {
     return refused(detail::join("the stride is ", stride, ", 2 to ", kMostStride, " are served"));
   }
-  if (axis.dilation != 1) return refused("the filter is dilated");
-  if (axis.kernel <= stride || axis.kernel > kTaps * stride) {
-    return refused(detail::join("the filter has ", axis.kernel, " taps, more than the stride ",
-                                stride, " and up to two are served"));
-  }
-  if (axis.input % kGranule != 0) {
-    return refused(detail::join("lines of ", axis.input, " positions are no whole 16 bytes"));
-  }
-  if (p.channels < 1 || p.output_channels < 1 || axis.input < 1 || axis.output < 1) {
-    return refused("the input or the output is empty");
-  }
   int64_t const inputs = int64_t(p.channels) * axis.input;
-  int64_t const outputs = int64_t(p.output_channels) * (int64_t(axis.output) + 2 * stride);
-  if (std::max(inputs, outputs) > kMostPixels) {
-    return refused(detail::join("a sample has ", std::max(inputs, outputs), " elements, up to ",
-                                kMostPixels, " are served"));
+  // Of tiles that reach beyond a line too.
+  int64_t const reach = axis.output + 2 * int64_t(axis.padding) + 2 * kTile * int64_t(stride);
+  int64_t const outputs = p.output_channels * reach;
+  if (std::max(inputs, outputs) > kMostElements) {
+    return refused(detail::join("a sample has ", inputs, " elements of input and ", outputs,
+                                " of output and its tiles, up to ", kMostElements, " are served"));
   }
   Schedule s;
   s.groups = int(ceil_div(int64_t(p.output_channels) * stride, shape.columns));
@@ -71,9 +54,9 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.tiles = int(ceil_div(last + 1 - s.first, kTile));
   s.filter_bytes = int64_t(s.groups) * s.chunks * shape.filter_bytes();
   // A thread packs a vector, and counts them all.
-  if (s.filter_bytes / 16 > kMostPixels) {
+  if (s.filter_bytes / 16 > kMostElements) {
     return refused(detail::join("the packed filter has ", s.filter_bytes, " bytes, up to ",
-                                16 * kMostPixels, " are served"));
+                                16 * kMostElements, " are served"));
   }
   s.shared_bytes = s.stages * shape.stage_bytes() + beside;
   double const each = std::max(kProducts * shape.columns / 2.0, kLeastProducts);

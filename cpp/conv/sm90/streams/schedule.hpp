@@ -26,13 +26,13 @@ inline constexpr int kConsumers = 2;  // groups of four warps that multiply
 inline constexpr int kRows = 64;      // positions of an instruction
 inline constexpr int kTile = kConsumers * kRows;
 inline constexpr int kTaps = 2;
-inline constexpr int kChunk = 16;   // channels of a stage
-inline constexpr int kStep = 8;     // of one instruction
-inline constexpr int kVector = 4;   // channels beside each other in a packed filter
-inline constexpr int kGranule = 4;  // positions that copies begin at multiples of
-// Positions in front of a tile's, the last of which it reads, and of a line in shared memory: 8
-// more than a multiple of 32 words, so that four channels of eight positions are in all banks.
-inline constexpr int kFront = kGranule;
+inline constexpr int kChunk = 16;        // channels of a stage
+inline constexpr int kStep = 8;          // of one instruction
+inline constexpr int kVector = 4;        // channels beside each other in a packed filter
+inline constexpr int kGranule = 4;       // positions that copies begin at multiples of
+inline constexpr int kFront = kGranule;  // positions in front of a tile's, of which one is read
+// From a channel to the next one in shared memory: 8 more than a multiple of 32 words, so that four
+// channels of eight positions are in all banks.
 inline constexpr int kPitch = kTile + 2 * kGranule;
 inline constexpr int kLineBytes = kChunk * kPitch * 4;  // of a stage
 inline constexpr int kLeastStages = 3, kMostStages = 8;

@@ -9,6 +9,7 @@ import torch
 
 import fusedconv
 from fusedconv import BackwardProblem, ConvTransposeGeometry, ForwardProblem, Norm
+from fusedconv.benchmark import DTYPES
 from fusedconv.device import AVX512_BYTES, PROCESSOR
 from fusedconv.problem import epilogue
 
@@ -94,6 +95,35 @@ def problem(
     has_bias = fields["conv"] is not None if bias is None else bias
     fields.setdefault("epilogue", epilogue(has_bias, activation, order, norm))
     return ForwardProblem(**fields)
+
+
+def upsampled_line(precision: str, **changes: Any) -> ForwardProblem:
+    """A vocoder's upsampling by eight, channels first, changed: ``out``, ``taps``, ``stride``,
+    ``padding``, ``extra`` and ``dilation`` of each axis, or what problem() takes."""
+    out, taps = changes.pop("out", 128), changes.pop("taps", 16)
+    stride, padding = changes.pop("stride", 8), changes.pop("padding", 4)
+    extra, dilation = changes.pop("extra", 0), changes.pop("dilation", 1)
+    spatial = changes.get("spatial", (4096,))
+    axes, channels = len(spatial), changes.get("channels", 256)
+    weight = torch.empty(channels, out, *(taps,) * axes, device="meta")
+    fields = {
+        "batch": 8,
+        "channels": channels,
+        "spatial": spatial,
+        "dtype": DTYPES[precision],
+        "output_dtype": DTYPES[precision],
+        "precision": precision,
+        "activation": "identity",
+        "norm": None,
+        "conv": geometry_of(
+            weight,
+            stride=(stride,) * axes,
+            padding=(padding,) * axes,
+            output_padding=(extra,) * axes,
+            dilation=(dilation,) * axes,
+        ),
+    }
+    return problem(**{**fields, **changes})
 
 
 def backward_problem(

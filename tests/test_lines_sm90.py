@@ -7,48 +7,18 @@ import random
 
 import pytest
 import torch
-from problems import geometry_of, problem
+from problems import geometry_of, upsampled_line
 from test_taps import H200
 
 from fusedconv import _C
-from fusedconv.benchmark import DTYPES
+from fusedconv.kernels.cuda.line_row import LineRow
 from fusedconv.kernels.cuda.lines_sm90 import LinesSm90
 from fusedconv.registry import registry
 
-KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, LinesSm90)]
+FAMILIES = [kernel for kernel in registry().kernels() if isinstance(kernel, LineRow)]
+KERNELS = [kernel for kernel in FAMILIES if isinstance(kernel, LinesSm90)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
 names = {"ids": lambda kernel: kernel.name}
-
-
-def layer(kernel: LinesSm90, **changes) -> object:
-    """A vocoder's upsampling by eight, changed."""
-    dtype = DTYPES[kernel.precision]
-    out, taps = changes.pop("out", 128), changes.pop("taps", 16)
-    stride, padding = changes.pop("stride", 8), changes.pop("padding", 4)
-    extra, dilation = changes.pop("extra", 0), changes.pop("dilation", 1)
-    spatial = changes.get("spatial", (4096,))
-    axes, channels = len(spatial), changes.get("channels", 256)
-    weight = torch.empty(channels, out, *(taps,) * axes, device="meta")
-    conv = geometry_of(
-        weight,
-        stride=(stride,) * axes,
-        padding=(padding,) * axes,
-        output_padding=(extra,) * axes,
-        dilation=(dilation,) * axes,
-    )
-    fields = dict(
-        batch=8,
-        channels=channels,
-        spatial=spatial,
-        dtype=dtype,
-        output_dtype=dtype,
-        precision=kernel.precision,
-        layout="nchw",
-        activation="identity",
-        norm=None,
-        conv=conv,
-    )
-    return problem(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -63,8 +33,8 @@ def test_columns_are_each_output_once(kernel, seed):
     # Where it is large the first tile's positions are not the first inputs.
     most = ((length - 1) * stride + taps + extra - 1) // 2
     padding = generator.randint(0, min(most, generator.choice((taps, 40 * stride))))
-    made = layer(
-        kernel,
+    made = upsampled_line(
+        kernel.precision,
         spatial=(length,),
         stride=stride,
         taps=taps,
@@ -110,11 +80,11 @@ def test_columns_are_each_output_once(kernel, seed):
 def test_what_is_refused(changes, reason, precision):
     for kernel in KERNELS:
         if kernel.precision == precision:
-            support = kernel.supports(layer(kernel, **changes), H200)
+            support = kernel.supports(upsampled_line(kernel.precision, **changes), H200)
             assert not support and reason in support.reason
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
+@pytest.mark.parametrize("kernel", FAMILIES, **names)
 @pytest.mark.parametrize(("padding", "extra", "served"), [(0, 0, True), (1, 2, False)])
 def test_an_axis_of_one_position(kernel, padding, extra, served):
     """Is none, unless its padding keeps the product off the output, which is the bias then."""
@@ -122,7 +92,7 @@ def test_an_axis_of_one_position(kernel, padding, extra, served):
     conv = geometry_of(
         weight, stride=(3, 8), padding=(padding, 4), output_padding=(extra, 0), dilation=(1, 1)
     )
-    made = layer(kernel, spatial=(1, 4096), conv=conv)
+    made = upsampled_line(kernel.precision, spatial=(1, 4096), conv=conv)
     assert made.output_spatial == (1, 32768)
     assert bool(kernel.supports(made, H200)) == served
 
@@ -130,9 +100,9 @@ def test_an_axis_of_one_position(kernel, padding, extra, served):
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_who_shares_a_tile(kernel):
     """Consumers have rows of the filter of their own where memory holds these, else tiles."""
-    few = kernel.config(layer(kernel, channels=64), H200)
+    few = kernel.config(upsampled_line(kernel.precision, channels=64), H200)
     assert few.together == kernel.row.consumers
-    many = kernel.config(layer(kernel, channels=640), H200)
+    many = kernel.config(upsampled_line(kernel.precision, channels=640), H200)
     assert many.together == 1 and many.groups == 16
     assert many.filter_bytes == 16 * 2 * 64 * 640 * 2
 
@@ -148,12 +118,12 @@ def test_who_shares_a_tile(kernel):
 )
 def test_a_vocoder_takes_it(changes, precision):
     kernel = next(kernel for kernel in KERNELS if kernel.precision == precision)
-    made = layer(kernel, **changes)
+    made = upsampled_line(kernel.precision, **changes)
     first = next(each for each in registry().candidates(made, H200) if each.support)
     assert first.kernel.provider == "lines_sm90"
 
 
 def test_steps():
     kernel = next(kernel for kernel in KERNELS if kernel.precision == "bf16")
-    first, second = kernel.compile(layer(kernel), H200).steps
+    first, second = kernel.compile(upsampled_line(kernel.precision), H200).steps
     assert first == "pack filter" and second == f"{kernel.name} (nchw) + bias"

@@ -6,8 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
-from problems import geometry_of, problem
+from problems import upsampled_line
 from test_taps import H200
 
 from fusedconv import _C
@@ -17,36 +16,6 @@ from fusedconv.registry import registry
 KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, StreamsSm90)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
 names = {"ids": lambda kernel: kernel.name}
-
-
-def layer(**changes) -> object:
-    """A vocoder's upsampling by eight, changed."""
-    out, taps = changes.pop("out", 128), changes.pop("taps", 16)
-    stride, padding = changes.pop("stride", 8), changes.pop("padding", 4)
-    extra, dilation = changes.pop("extra", 0), changes.pop("dilation", 1)
-    spatial = changes.get("spatial", (4096,))
-    axes, channels = len(spatial), changes.get("channels", 256)
-    weight = torch.empty(channels, out, *(taps,) * axes, device="meta")
-    conv = geometry_of(
-        weight,
-        stride=(stride,) * axes,
-        padding=(padding,) * axes,
-        output_padding=(extra,) * axes,
-        dilation=(dilation,) * axes,
-    )
-    fields = dict(
-        batch=8,
-        channels=channels,
-        spatial=spatial,
-        dtype=torch.float32,
-        output_dtype=torch.float32,
-        precision="tf32",
-        layout="nchw",
-        activation="identity",
-        norm=None,
-        conv=conv,
-    )
-    return problem(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -61,7 +30,8 @@ def test_rows_are_each_output_once(kernel, seed):
     # Where it is large the first tiles' positions are not the first inputs.
     most = ((length - 1) * stride + taps + extra - 1) // 2
     padding = generator.randint(0, min(most, generator.choice((taps, 40 * stride))))
-    made = layer(
+    made = upsampled_line(
+        "tf32",
         spatial=(length,),
         stride=stride,
         taps=taps,
@@ -105,27 +75,14 @@ def test_rows_are_each_output_once(kernel, seed):
 )
 def test_what_is_refused(changes, reason):
     for kernel in KERNELS:
-        support = kernel.supports(layer(**changes), H200)
+        support = kernel.supports(upsampled_line("tf32", **changes), H200)
         assert not support and reason in support.reason
-
-
-@pytest.mark.parametrize("kernel", KERNELS, **names)
-@pytest.mark.parametrize(("padding", "extra", "served"), [(0, 0, True), (1, 2, False)])
-def test_an_axis_of_one_position(kernel, padding, extra, served):
-    """Is none, unless its padding keeps the product off the output, which is the bias then."""
-    weight = torch.empty(256, 128, 1, 16, device="meta")
-    conv = geometry_of(
-        weight, stride=(3, 8), padding=(padding, 4), output_padding=(extra, 0), dilation=(1, 1)
-    )
-    made = layer(spatial=(1, 4096), conv=conv)
-    assert made.output_spatial == (1, 32768)
-    assert bool(kernel.supports(made, H200)) == served
 
 
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_blocks_of_columns(kernel):
     """Each with its part of the filter, both taps of chunks of 16 channels."""
-    config = kernel.config(layer(channels=250), H200)
+    config = kernel.config(upsampled_line("tf32", channels=250), H200)
     assert config.groups == -(-128 * 8 // kernel.row.columns)
     assert config.chunks == 16
     assert config.filter_bytes == config.groups * 16 * 2 * 16 * kernel.row.columns * 4
@@ -141,11 +98,15 @@ def test_blocks_of_columns(kernel):
     ],
 )
 def test_a_vocoder_takes_it(changes):
-    first = next(each for each in registry().candidates(layer(**changes), H200) if each.support)
+    first = next(
+        each
+        for each in registry().candidates(upsampled_line("tf32", **changes), H200)
+        if each.support
+    )
     assert first.kernel.provider == "streams_sm90"
 
 
 def test_steps():
     kernel = KERNELS[0]
-    first, second = kernel.compile(layer(), H200).steps
+    first, second = kernel.compile(upsampled_line("tf32"), H200).steps
     assert first == "pack filter (rounded to TF32)" and second == f"{kernel.name} (nchw) + bias"

@@ -32,8 +32,6 @@ void bind_sm90_streams(py::module_& room) {
       .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
       .def_property_readonly("filter_bytes", scheduled<Config>(&Schedule::filter_bytes),
                              "Of a packed filter.")
-      .def_property_readonly("kept_bytes", scheduled<Config>(&Schedule::kept_bytes),
-                             "Of it in a block's shared memory for all tiles: none.")
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes),
                              "Of a block.")
       .def_property_readonly("tile_cycles", scheduled<Config>(&Schedule::tile_cycles),

@@ -1,4 +1,4 @@
-// What a compiled kernel fixes: its operands' type instructions and registers.
+// What a compiled kernel fixes: its operands' type, instructions and registers.
 #pragma once
 
 #include <cuda_bf16.h>

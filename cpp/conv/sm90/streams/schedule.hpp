@@ -56,7 +56,6 @@ struct Schedule {
   int first = 0;             // position of the first tile's first row
   int tiles = 0;             // of a sample
   int64_t filter_bytes = 0;  // packed
-  int kept_bytes = 0;        // of the filter in shared memory for all tiles: none
   int shared_bytes = 0;
   double tile_cycles = 0.0;  // estimated
 };

@@ -11,9 +11,8 @@ from fusedconv.problem import ForwardProblem
 
 #: Tiles of a launch, a few less than 2**31.
 MOST_TILES = (1 << 31) - (1 << 17)
-#: Cycles of a launch beside its tiles', and of a byte of the filter that a block copies first.
+#: Cycles of a launch beside its tiles'.
 LAUNCH_CYCLES = 3000.0
-KEPT_BYTE_CYCLES = 0.04
 
 
 class LineRow(TransposedRow):
@@ -25,6 +24,10 @@ class LineRow(TransposedRow):
     #: What a launch takes whose bytes bound it, over a copy of as many.
     bytes_bound: ClassVar[float]
 
+    def kept_cycles(self, config: Any) -> float:
+        """Of copying what a block keeps of the filter in shared memory."""
+        return 0.0
+
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return int(MOST_TILES // config.tiles)
 
@@ -34,5 +37,5 @@ class LineRow(TransposedRow):
         waves = math.ceil(problem.batch * config.tiles / blocks)
         waves *= math.ceil(config.groups / max(1, device.multiprocessors))
         cycles = LAUNCH_CYCLES + self.pack_cycles + waves * config.tile_cycles
-        cycles += KEPT_BYTE_CYCLES * config.kept_bytes
+        cycles += self.kept_cycles(config)
         return self.milliseconds_of(problem, device, cycles, self.bytes_bound)

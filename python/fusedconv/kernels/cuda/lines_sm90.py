@@ -9,10 +9,15 @@ own, or where that is too large for it a tile of positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fusedconv import _C
 from fusedconv.kernels.cuda.line_row import LineRow
 from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
 from fusedconv.plan import Kernel
+
+#: Cycles of a byte of the filter that a block copies first.
+KEPT_BYTE_CYCLES = 0.04
 
 
 class LinesSm90(LineRow):
@@ -21,6 +26,9 @@ class LinesSm90(LineRow):
     provider = "lines_sm90"
     pack_cycles = 5700.0
     bytes_bound = 1.15
+
+    def kept_cycles(self, config: Any) -> float:
+        return float(KEPT_BYTE_CYCLES * config.kept_bytes)
 
 
 def kernels() -> list[Kernel]:

@@ -18,12 +18,12 @@ __device__ __forceinline__ Result first_result(Params const& p) {
 }
 
 // The results of a slab. Loops keep the code there once. shared: the consumer's, where `values` are
-// too unless all tiles have the same.
+// too unless they have a place of their own.
 template <class Traits, Extra kExtra>
 __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block const& block,
                                        Slab const& slab, Consumer const& self,
                                        OwnColumns<Traits, kExtra>& columns, Sums<Traits>& sums,
-                                       unsigned char* shared, ColumnValues<Traits> const& values) {
+                                       unsigned char* shared, ColumnValues<Traits>& values) {
   auto const round = [&] {
 #pragma unroll
     for (auto& instruction : sums) round_each<typename Traits::Element>(instruction);
@@ -56,6 +56,11 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
       if (result == Result::kSaved) {
         round();
       } else {
+        if constexpr (kExtra == Extra::kNormalizesPixels && kRollsPixels<Traits>) {
+          if (Traits::kColumns == p.segment) {
+            return finish_pixels<Traits>(p, maps, block, slab, self, values.affine, sums, shared);
+          }
+        }
         if constexpr (kExtra == Extra::kNormalizesPixels) {
           normalize_pixels<Traits>(p, self, values.affine, sums);
         } else if (p.group.statistics != nullptr) {
@@ -66,7 +71,8 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
       store<Traits>(p, maps, result, block, slab, self, sums, shared);
       if (result == Result::kOutput) return;
       result = Result::kOutput;
-      columns.leave(p, block, slab, result, self, shared);
+      columns.leave(p, block, slab, result, self,
+                    Traits::kOwnValues ? values : ColumnValues<Traits>::in(shared));
     }
   }
 }

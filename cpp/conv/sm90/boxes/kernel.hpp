@@ -108,6 +108,9 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
   unsigned char* const staged =
       shared + p.memory.staged +
       self.index * Traits::kShape.staged_portions() * Memory::kPortionBytes;
+  unsigned char* const own_values =
+      Traits::kOwnValues ? shared + p.memory.values + self.index * int(sizeof(ColumnValues<Traits>))
+                         : staged;
   device::RingCursor cursor;
   auto const release = [&](int stage) {
     if (cute::elect_one_sync()) device::arrive(&barriers.empty[stage]);
@@ -169,6 +172,10 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
       uint32_t const mask = Traits::kSegments == 1 ? 1 : p.masks[block.first_tap + tap];
       if (++tap == block.taps) tap = 0;
       wait_for(&barriers.full[cursor.stage], cursor.parity);
+      // All stages of the tile are full: the next one may begin, which takes the time of some
+      // products; where the filter stays, once the last are under way.
+      constexpr bool kPassesEarly = kPingPong && !Traits::kStationary;
+      if (kPassesEarly && step + 1 == steps) pass_turn();
       cute::warpgroup_arrive();
 #pragma unroll
       for (int part = 0; part < Traits::kInstructions; ++part) {
@@ -181,8 +188,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
         b += Traits::kInstructionColumns * kChunkBytes >> 4;
       }
       cute::warpgroup_commit_batch();
-      // While the last products are under way, or before them, the next one's begin.
-      if (kPingPong && step + 1 == steps) pass_turn();
+      if (kPingPong && !kPassesEarly && step + 1 == steps) pass_turn();
       cute::warpgroup_wait<1>();
       if (in_flight >= 0) release(in_flight);
       if constexpr (Traits::kHalo) boxes.release_behind();
@@ -195,7 +201,8 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     constexpr bool kLeavesEarly = !Traits::kScarce;
     auto const leave = [&] {
       if (Traits::kStationary && p.keeps_values) return;
-      if (slab.present) columns.leave(p, block, slab, first_result(p), self, staged);
+      if (!slab.present) return;
+      columns.leave(p, block, slab, first_result(p), self, ColumnValues<Traits>::in(own_values));
     };
     if constexpr (kLeavesEarly) leave();
     cute::warpgroup_wait<0>();
@@ -205,7 +212,7 @@ __device__ __forceinline__ void consume(Params const& p, Maps const& maps, Barri
     if constexpr (!kLeavesEarly) leave();
     if (!slab.present) continue;
     unsigned char* const values =
-        Traits::kStationary && p.keeps_values ? shared + p.memory.values : staged;
+        Traits::kStationary && p.keeps_values ? shared + p.memory.values : own_values;
     finish<Traits, kExtra>(p, maps, block, slab, self, columns, sums, staged,
                            ColumnValues<Traits>::in(values));
   }

@@ -66,12 +66,12 @@ class OwnColumns {
   // next waits for all of the consumer's threads first.
   __device__ __forceinline__ void leave(Params const& p, Block const& block, Slab const& slab,
                                         Result result, Consumer const& self,
-                                        unsigned char* shared) {
+                                        ColumnValues<Traits>& values) {
     bool const by_group = kExtra == Extra::kNone && p.group.statistics != nullptr;
     if (!p.is_linear && !by_group && kExtra != Extra::kNormalizesPixels) return;
     if constexpr (!kEarly) load_all(p, block, self.thread);
-    write(p, block, by_group ? &slab : nullptr, result, self.thread,
-          ColumnValues<Traits>::in(shared), [&] { finish_copies(self); });
+    write(p, block, by_group ? &slab : nullptr, result, self.thread, values,
+          [&] { finish_copies(self); });
     self.sync();
   }
 

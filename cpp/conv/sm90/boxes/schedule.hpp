@@ -97,6 +97,9 @@ struct Shape {
   }
   // Warps that copy, of which each fills every second stage or so.
   constexpr int producers() const { return stationary ? 2 : 1; }
+  // Values of columns that have a place beside what is staged: those of all tiles, or those of each
+  // consumer, which reads them while it stages.
+  constexpr int column_values() const { return stationary ? 1 : ping_pong ? consumers : 0; }
   // Of a consumer.
   constexpr int staged_portions() const { return staged > 0 ? staged : residents == 1 ? 2 : 1; }
 };
@@ -189,7 +192,7 @@ Support gather_taps(Problem const& problem, Schedule& schedule);
 // of their output, values of its columns, barriers.
 struct Memory {
   static constexpr int kBarrierBytes = 256;
-  static constexpr int kColumnBytes = 20;  // of a column's values, where all tiles have the same
+  static constexpr int kColumnBytes = 20;  // of a column's values, where they have their own place
   static constexpr int kPortionBytes = kSlab * kChunkBytes;  // of what a consumer stages
   static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
   int ring = 0, kept = 0, staged = 0, values = 0, barriers = 0, end = 0;
@@ -200,7 +203,7 @@ struct Memory {
     m.kept = m.ring + stages * shape.stage_bytes();
     m.staged = m.kept + kept_bytes;
     m.values = m.staged + shape.staged_portions() * shape.consumers * kPortionBytes;
-    m.barriers = m.values + (shape.stationary ? shape.columns * kColumnBytes : 0);
+    m.barriers = m.values + shape.column_values() * shape.columns * kColumnBytes;
     m.end = m.barriers + kBarrierBytes;
     return m;
   }

@@ -46,15 +46,15 @@ class PixelRow {
   uint32_t row_bytes_, own_;
 };
 
-template <class Traits, int kPortionIndex>
+// A portion's sums: sum_of(their number in it).
+template <class Traits, class SumOf>
 __device__ __forceinline__ void stage_pixels(Params const& p, Consumer const& self,
-                                             Sums<Traits>& sums, unsigned char* staged) {
+                                             SumOf const& sum_of, unsigned char* staged) {
   using T = typename Traits::Element;
-  constexpr int first = kPortionIndex * Traits::kPortion / 2;
   constexpr int kEightBytes = 8 * Traits::kElementBytes;
   auto const pair = [&](int j, int half) {
-    int const index = first + j * 4 + half * 2;
-    return device::Pack<T, 2>::of({sum_at<Traits>(sums, index), sum_at<Traits>(sums, index + 1)});
+    int const index = j * 4 + half * 2;
+    return device::Pack<T, 2>::of({sum_of(index), sum_of(index + 1)});
   };
   int const warp_row = self.warp * kWarpRows;
   if constexpr (sizeof(T) == 2) {
@@ -161,7 +161,10 @@ template <class Traits, bool kChannelsLast, int kPortionIndex>
 __device__ __forceinline__ void stage(Params const& p, Consumer const& self, Sums<Traits>& sums,
                                       unsigned char* staged) {
   if constexpr (kChannelsLast) {
-    stage_pixels<Traits, kPortionIndex>(p, self, sums, staged);
+    auto const sum_of = [&](int index) {
+      return sum_at<Traits>(sums, kPortionIndex * Traits::kPortion / 2 + index);
+    };
+    stage_pixels<Traits>(p, self, sum_of, staged);
   } else {
     stage_planes<Traits, kPortionIndex>(p, self, sums, staged);
   }

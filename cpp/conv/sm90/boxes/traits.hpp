@@ -65,6 +65,8 @@ struct Traits {
 
   static constexpr int kOwnConsumers = kShape.consumers;
   static constexpr bool kStationary = kShape.stationary, kHalo = kShape.halo;
+  // Values of columns lie beside what a consumer stages.
+  static constexpr bool kOwnValues = kShape.ping_pong && !kStationary;
 
   // Of a multiprocessor there are two consumers or four, whose registers are then scarce.
   static constexpr bool kScarce = kResidents * kOwnConsumers > kConsumers;

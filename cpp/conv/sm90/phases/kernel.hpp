@@ -74,10 +74,10 @@ __device__ __forceinline__ void multiply_tap(uint64_t input, uint64_t filter,
   Traits::Mma::fma(input, filter, sums[kFirst + kIndex]..., sums_are);
 }
 
-// Of 16 channels. first: of a tile's, which sums begin with.
-template <class Traits, int... kNumber>
+// Of 16 channels. kFirst: of a tile's, which sums begin with.
+template <class Traits, bool kFirst, int... kNumber>
 __device__ __forceinline__ void multiply_step(uint64_t input, uint64_t filter,
-                                              float (&sums)[Traits::kSums], bool first,
+                                              float (&sums)[Traits::kSums],
                                               std::integer_sequence<int, kNumber...>) {
   auto const multiply = [&](auto number) {
     constexpr Product kOwn = Traits::kProducts.values[number];
@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_step(uint64_t input, uint64_t filter,
                           kOwn.neighbour / kHeight % 2 * kHaloEdge + kOwn.neighbour % 2;
     multiply_tap<Traits, kOwn.phase * Traits::kPhaseSums>(
         input + (kNext * kRowBytes >> 4), filter + number * kTapUnits<Traits>, sums,
-        first && kOwn.neighbour == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
+        kFirst && kOwn.neighbour == 0 ? gmma::ScaleOut::Zero : gmma::ScaleOut::One,
         std::make_integer_sequence<int, Traits::kPhaseSums>{});
   };
   (multiply(std::integral_constant<int, kNumber>{}), ...);
@@ -128,51 +128,59 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     } else {
       outputs.begin_moments();
     }
-    for (int tile = part.first_tile; tile < part.end_tile; ++tile) {
+    int tile = part.first_tile;
+    do {
       bool const own = whose == self;
       whose = whose + 1 < kConsumers ? whose + 1 : 0;
       if (!own) {
         cursor.jump(p.chunks, p.stages);
         continue;
       }
-      float sums[Traits::kSums];  // the first products leave them
-      int in_flight = -1;
-      uint64_t filter = filter0;
-      device::sync_threads(turn_of(self), kBoth);
-#pragma unroll 1
-      for (int chunk = 0; chunk < p.chunks; ++chunk) {
-        uint64_t input = input0 + (uint32_t(cursor.stage * p.stage_bytes) >> 4);
-        int const steps = min(kChunkSteps, p.steps - chunk * kChunkSteps);
-        wait_for(&barriers.full[cursor.stage], cursor.parity);
+      float sums[Traits::kSums];
+      uint64_t input = input0 + (uint32_t(cursor.stage * p.stage_bytes) >> 4), filter = filter0;
+      // A group by itself of each step's products. The first leaves the sums; in a loop with the
+      // others, which add to them, registers would have them beside all outputs, too.
+      auto const multiply = [&](auto first) {
         cute::warpgroup_arrive();
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-          multiply_step<Traits>(input, filter, sums, chunk + step == 0,
-                                std::make_integer_sequence<int, kTapCount>{});
-          input += kInputStep;
-          filter += kTapCount * kTapUnits<Traits>;
-        }
+        multiply_step<Traits, decltype(first)::value>(input, filter, sums,
+                                                      std::make_integer_sequence<int, kTapCount>{});
         cute::warpgroup_commit_batch();
-        if (chunk + 1 == p.chunks) pass_turn();
+      };
+      int behind = -1;  // the stage of the chunk before, if products in flight read it
+      device::sync_threads(turn_of(self), kBoth);
+      wait_for(&barriers.full[cursor.stage], cursor.parity);
+      multiply(std::true_type{});
+      if (p.steps == 1) pass_turn();
+#pragma unroll 1
+      for (int step = 1; step < p.steps; ++step) {
+        input += kInputStep;
+        filter += kTapCount * kTapUnits<Traits>;
+        if (step % kChunkSteps == 0) {
+          behind = cursor.stage;
+          cursor.advance(p.stages);
+          input = input0 + (uint32_t(cursor.stage * p.stage_bytes) >> 4);
+          wait_for(&barriers.full[cursor.stage], cursor.parity);
+        }
+        if (step + 1 == p.steps) pass_turn();
+        multiply(std::false_type{});
         cute::warpgroup_wait<1>();
-        if (in_flight >= 0) release(in_flight);
-        in_flight = cursor.stage;
-        cursor.advance(p.stages);
+        if (behind >= 0) release(behind);
+        behind = -1;
       }
+      int const last = cursor.stage;
+      cursor.advance(p.stages);
       outputs.place(part.sample, Origin(p, tile));
-      // Beside products, which leave shared memory little time.
-      typename Outputs<Traits>::Maps maps;
-      if constexpr (kDoes == Does::kFinishes) maps = outputs.maps();
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (float& sum : sums) cute::warpgroup_fence_operand(sum);
-      release(in_flight);
+      release(last);
       if constexpr (kDoes == Does::kFinishes) {
-        outputs.finish(maps, sums);
+        outputs.finish(sums);
       } else {
         outputs.add_moments(sums, tile - part.first_tile < kConsumers);
       }
-    }
+      // Else a part is a tile.
+    } while (kDoes == Does::kTakesMoments && ++tile < part.end_tile);
     if constexpr (kDoes != Does::kFinishes) outputs.leave_moments(part.sample, part.part, which);
   }
 }

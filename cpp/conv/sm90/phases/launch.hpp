@@ -42,7 +42,7 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   conv::check_launch(
       a.config, a.batch, "launch",
       device::launch_early(a.begins_early, kernel, unsigned(each * s.channel_blocks), Own::kThreads,
-                           s.shared_bytes, stream, Params::of(a), input_map(a)));
+                           s.shared_bytes, stream, Params::of(a, int(each)), input_map(a)));
 }
 
 template <Math kMath, Shape kShape>

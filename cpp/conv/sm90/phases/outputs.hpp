@@ -25,7 +25,11 @@ class Outputs {
   static constexpr int kEights = Traits::kEights, kPhaseSums = Traits::kPhaseSums;
   static constexpr int kWhole = kChannels / 32;  // of which a lane has eight channels each
   static constexpr int kPairs = kEights / 2;
+  // Of finish(), each for half of the phases: pairs of those along width.
+  static constexpr int kPasses = 2, kPassPairs = kPhases / 2 / kPasses;
+  static constexpr int kPassSums = 2 * kPassPairs * kPhaseSums;
   static constexpr bool kHalf = kChannels % 32 != 0;
+  static constexpr int kBlocks = kWhole + kHalf;
   static constexpr uint32_t kAll = (1u << 2 * kPhases) - 1;
 
  public:
@@ -72,45 +76,19 @@ class Outputs {
     sync();
   }
 
-  // Of both channels of each eight columns: what their sums are multiplied by, and what is added.
-  struct Maps {
-    float2 scale[kEights], shift[kEights];
-  };
-  __device__ __forceinline__ Maps maps() const {
-    Maps result;
+  // Maps, activates and stores a tile's sums, one half of the phases after the other by the same
+  // instructions: those for all would be fetched more slowly than they are executed. The map takes
+  // the other half's sums to where the first one's were, so that they are not moved besides.
+  __device__ __forceinline__ void finish(Sums const& sums) const {
+    float own[kPassSums];
+    map<0>(sums, own);
+#pragma unroll 1
+    for (int pass = 0;;) {
+      activate<T>(p_.activation, own);
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      result.scale[j] = pair_of(values_.scale, j);
-      result.shift[j] = pair_of(values_.shift, j);
-    }
-    return result;
-  }
-
-  // One line after the other: while the first is stored the other is computed.
-  __device__ __forceinline__ void finish(Maps const& maps, Sums& sums) const {
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-#pragma unroll
-      for (int phase = 0; phase < kPhases; ++phase) {
-#pragma unroll
-        for (int line = 0; line < 2; ++line) {
-          float &x = sums[index(phase, j, line)], &y = sums[index(phase, j, line) + 1];
-          x = fmaf(x, maps.scale[j].x, maps.shift[j].x);
-          y = fmaf(y, maps.scale[j].y, maps.shift[j].y);
-        }
-      }
-    }
-#pragma unroll
-    for (int line = 0; line < 2; ++line) {
-      if (p_.activation != Activation::kIdentity) {
-        dispatch_activation(p_.activation, [&](auto form) {
-#pragma unroll
-          for (int i = 0; i < Traits::kSums; ++i) {
-            if (i / 2 % 2 == line) activate_each<T, decltype(form)>(sums[i]);
-          }
-        });
-      }
-      store(sums, line);
+      for (int pair = 0; pair < kPassPairs; ++pair) store(own, pass, pair);
+      if (++pass == kPasses) break;
+      map<1>(sums, own);
     }
   }
 
@@ -137,7 +115,14 @@ class Outputs {
     }
     int64_t const pixel =
         ((int64_t(sample) * p_.outputs[0] + d) * p_.outputs[1] + h) * p_.outputs[2] + w;
-    output_ = static_cast<T*>(p_.output) + pixel * p_.output_channels + first_channel_;
+    output_ = static_cast<T*>(p_.output) + pixel * p_.output_channels + first_channel_ +
+              lane_ % 4 * kVector;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      int const ahead = block < kWhole ? lane_ % 4 * kVector : lane_ % 4 * kVector / 2;
+      bool const present = first_channel_ + block * 32 + ahead < p_.output_channels;
+      stored_[block] = present ? within_ : 0;
+    }
   }
 
   // ---- moments of a part ----
@@ -241,65 +226,94 @@ class Outputs {
   __device__ __forceinline__ bool within(int phase, int line) const {
     return within_ >> (line * kPhases + phase) & 1;
   }
-  // A lane's channels are whole 16 bytes, or half of them, of which two neighbouring lanes make one
-  // of each of two neighbouring phases.
-  __device__ __forceinline__ void store(Sums const& sums, int line) const {
-    int const t = lane_ % 4;
-    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
-    int64_t const plane_elements = line_elements * p_.outputs[1];
-    auto const packed = [&](int phase, int j) {
-      int const i = index(phase, j, line);
-      return device::Pack<T, 2>::of({sums[i], sums[i + 1]}).bits[0];
+  // The map of a pass's sums. Of a lane's channels four at a time, neighbours in sixteen columns,
+  // and what maps the next four is asked for meanwhile.
+  template <int kPass>
+  __device__ __forceinline__ void map(Sums const& sums, float (&own)[kPassSums]) const {
+    uint32_t const scale = device::shared_address(values_.scale);
+    uint32_t const shift = device::shared_address(values_.shift);
+    float4 scales[2], shifts[2];
+    auto const load = [&](int two) {
+      uint32_t const at = own_channel(2 * two) * uint32_t(sizeof(float));
+      scales[two % 2] = device::load_quad(scale + at);
+      shifts[two % 2] = device::load_quad(shift + at);
     };
-    bool const takes_odd = t % 2 != 0;
-    uint4 shared[kPhases / 2];
-    if constexpr (kHalf) {
-      // In front of all stores, which they would wait for.
+    load(0);
 #pragma unroll
-      for (int pair = 0; pair < kPhases / 2; ++pair) {
-        constexpr int j = kEights - 2;
-        uint2 const evens{packed(2 * pair, j), packed(2 * pair, j + 1)};
-        uint2 const odds{packed(2 * pair + 1, j), packed(2 * pair + 1, j + 1)};
-        uint2 const own = takes_odd ? odds : evens, given = takes_odd ? evens : odds;
-        uint2 const taken{__shfl_xor_sync(~0u, given.x, 1), __shfl_xor_sync(~0u, given.y, 1)};
-        shared[pair] = takes_odd ? uint4{taken.x, taken.y, own.x, own.y}
-                                 : uint4{own.x, own.y, taken.x, taken.y};
-      }
-    }
+    for (int two = 0; two < kPairs; ++two) {
+      if (two + 1 < kPairs) load(two + 1);
+      float4 const &a = scales[two % 2], &b = shifts[two % 2];
 #pragma unroll
-    for (int even = 0; even < kPhases; even += 2) {
-      T* const pixel = output_ + has(even, kDepth) * plane_elements +
-                       (kStride * line + has(even, kHeight)) * line_elements;
+      for (int phase = 0; phase < 2 * kPassPairs; ++phase) {
 #pragma unroll
-      for (int ahead = 0; ahead < 2; ++ahead) {
-        int const phase = even + ahead;  // along width
-#pragma unroll
-        for (int block = 0; block < kWhole; ++block) {
-          int const channel = block * 32 + t * kVector, j = block * 4;
-          store_vector(
-              pixel + ahead * p_.output_channels + channel,
-              {packed(phase, j), packed(phase, j + 1), packed(phase, j + 2), packed(phase, j + 3)},
-              within(phase, line) && first_channel_ + channel < p_.output_channels);
+        for (int line = 0; line < 2; ++line) {
+          int const first = index(phase, 2 * two, line), next = index(phase, 2 * two + 1, line);
+          float const* const from = sums + kPass * kPassSums;
+          own[first] = fmaf(from[first], a.x, b.x);
+          own[first + 1] = fmaf(from[first + 1], a.y, b.y);
+          own[next] = fmaf(from[next], a.z, b.z);
+          own[next + 1] = fmaf(from[next + 1], a.w, b.w);
         }
       }
-      if constexpr (kHalf) {
-        int const channel = kWhole * 32 + t / 2 * kVector;
-        bool const present = takes_odd ? within(even + 1, line) : within(even, line);
-        store_vector(pixel + takes_odd * p_.output_channels + channel, shared[even / 2],
-                     present && first_channel_ + channel < p_.output_channels);
+    }
+  }
+
+  // Two phases that are neighbours along width. A lane's channels are whole 16 bytes, or half of
+  // them of those that are left.
+  __device__ __forceinline__ void store(float const (&own)[kPassSums], int pass, int pair) const {
+    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
+    int64_t const plane_elements = line_elements * p_.outputs[1];
+    int const even = 2 * (pass * kPassPairs + pair);
+    T* const first =
+        output_ + ((even & kDepth ? plane_elements : 0) + (even & kHeight ? line_elements : 0));
+#pragma unroll
+    for (int line = 0; line < 2; ++line) {
+#pragma unroll
+      for (int ahead = 0; ahead < 2; ++ahead) {
+        T* const pixel = first + (kStride * line * line_elements + ahead * p_.output_channels);
+        uint32_t const bit = 1u << (line * kPhases + 2 * pair + ahead);
+        auto const present = [&](int block) {
+          return stored_[block] >> 2 * kPassPairs * pass & bit;
+        };
+        auto const packed = [&](int j) {
+          int const i = index(2 * pair + ahead, j, line);
+          return device::Pack<T, 2>::of({own[i], own[i + 1]}).bits[0];
+        };
+#pragma unroll
+        for (int block = 0; block < kWhole; ++block) {
+          int const j = block * 4;
+          store_vector(pixel + block * 32,
+                       uint4{packed(j), packed(j + 1), packed(j + 2), packed(j + 3)},
+                       present(block));
+        }
+        if constexpr (kHalf) {
+          int const j = kEights - 2;
+          store_vector(pixel + (kWhole * 32 - lane_ % 4 * (kVector / 2)),
+                       uint2{packed(j), packed(j + 1)}, present(kWhole));
+        }
       }
     }
   }
 
   // Else the compiler makes some of them stores of four bytes, and jumps over each.
-  __device__ __forceinline__ static void store_vector(T* target, uint4 const& v, bool present) {
+  __device__ __forceinline__ static void store_vector(T* target, uint4 const& v, uint32_t present) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
         "setp.ne.u32 p, %5, 0;\n"
         "@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
         "}" ::"l"(target),
-        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(uint32_t(present))
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(present)
+        : "memory");
+  }
+  __device__ __forceinline__ static void store_vector(T* target, uint2 const& v, uint32_t present) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "@p st.global.v2.b32 [%0], {%1, %2};\n"
+        "}" ::"l"(target),
+        "r"(v.x), "r"(v.y), "r"(present)
         : "memory");
   }
   // Sums and sums of squares about the pivots.
@@ -331,7 +345,8 @@ class Outputs {
   int self_, thread_, lane_;
   int first_channel_;
   int sample_ = -1;
-  uint32_t within_ = 0;  // bits of lines and phases
+  uint32_t within_ = 0;       // bits of lines and phases
+  uint32_t stored_[kBlocks];  // the same of those that have channels
   T* output_ = nullptr;
   int count_ = 0;            // of values, of moments
   float totals_[kPairs][8];  // of each four channels their sums, then sums of squares

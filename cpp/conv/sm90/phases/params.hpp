@@ -25,9 +25,11 @@ struct Params {
   int shifts[kMaxAxes], outputs[kMaxAxes];
   int part_tiles, sample_tiles;
   int part_count;  // of all samples
+  int part_step;   // blocks of each block of channels
   cutlass::FastDivmod parts, tiles_h, tiles_w;
 
-  static Params of(Arguments const& a);
+  // blocks: of each block of channels.
+  static Params of(Arguments const& a, int blocks);
 };
 
 // So many neighbouring tiles at a time. Where moments are taken, a sample has as many parts as it
@@ -39,7 +41,7 @@ inline int parts_of(Arguments const& a) {
   return int(ceil_div(a.config.schedule.sample_tiles(), part_tiles_of(a)));
 }
 
-inline Params Params::of(Arguments const& a) {
+inline Params Params::of(Arguments const& a, int blocks) {
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   Params p{};
@@ -72,6 +74,7 @@ inline Params Params::of(Arguments const& a) {
   p.part_tiles = part_tiles_of(a);
   p.sample_tiles = s.sample_tiles();
   p.part_count = a.batch * parts_of(a);
+  p.part_step = blocks;
   p.parts = cutlass::FastDivmod(parts_of(a));
   p.tiles_h = cutlass::FastDivmod(s.tiles[1]);
   p.tiles_w = cutlass::FastDivmod(s.tiles[2]);
@@ -84,9 +87,7 @@ struct Parts {
   int sample, part, first_tile, end_tile;
 
   __device__ __forceinline__ explicit Parts(Params const& p)
-      : number(int(blockIdx.x) / p.channel_blocks),
-        step(int(gridDim.x) / p.channel_blocks),
-        count(p.part_count) {
+      : number(int(blockIdx.x) / p.channel_blocks), step(p.part_step), count(p.part_count) {
     locate(p);
   }
   __device__ __forceinline__ bool present() const { return number < count; }

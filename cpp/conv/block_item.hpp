@@ -7,7 +7,9 @@ namespace fusedconv::conv {
 
 // What the block `rank` of `ranks` computes in turn, of tiles by `blocks` (of channels, say). It
 // takes all blocks of a tile in sequence, so that blocks with more taps than others burden none,
-// and a tile's input is in the cache. Tiles that are left over are divided by blocks.
+// and a tile's input is in the cache. Tiles that are left over are divided by blocks, those with
+// the most taps first, and dealt to ranks forth and back, so that who has many taps is the last to
+// get more.
 class BlockItems {
  public:
   int tile;
@@ -19,6 +21,7 @@ class BlockItems {
         blocks_(blocks),
         whole_(tiles / ranks * ranks),
         left_(tiles - whole_),
+        dealt_(ranks),
         index_(rank) {
     if (tile >= whole_) locate();
   }
@@ -33,7 +36,8 @@ class BlockItems {
       tile += ranks_;
       if (tile < whole_) return;
     } else {
-      index_ += ranks_;
+      index_ = dealt_ + (dealt_ - 1 - index_);
+      dealt_ += ranks_;
     }
     locate();
   }
@@ -46,7 +50,7 @@ class BlockItems {
   }
 
   int ranks_, blocks_, whole_, left_;  // tiles of whole rounds, and those left over
-  int index_;                          // of what is left over
+  int dealt_, index_;                  // of what is left over: up to this rank's, and its own
 };
 
 // Tiles by blocks that items count.

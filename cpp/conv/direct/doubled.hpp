@@ -7,6 +7,7 @@
 #include "conv/direct/epilogue.hpp"
 #include "conv/direct/rows.hpp"
 #include "cuda/math.hpp"
+#include "cutlass/fast_math.h"
 
 namespace fusedconv::conv::direct {
 
@@ -24,10 +25,15 @@ struct DoubledParams {
   void* output;
   FilterSource source;
   Activation activation;
-  int channels, height, width;
-  int runs, units;  // of a thread each: along width, of a plane
-  int64_t count;    // of units, in all
+  int height, width;
+  int count;                                  // of units, a thread's each, in all
+  cutlass::FastDivmod channels, units, runs;  // of a sample, of a plane, along width
 
+  static int64_t units_of(Arguments const& a, int run) {
+    Problem const& c = a.config.problem;
+    int64_t const plane = int64_t(c.axes[2].input / run) * ceil_div(c.axes[1].input, kDoubledRows);
+    return int64_t(a.batch) * c.groups * plane;
+  }
   static DoubledParams of(Arguments const& a, int run) {
     Problem const& c = a.config.problem;
     DoubledParams p{};
@@ -37,31 +43,36 @@ struct DoubledParams {
     p.output = a.output;
     p.source = a.config.source;
     p.activation = a.activates_output ? a.activation : Activation::kIdentity;
-    p.channels = c.groups;
     p.height = c.axes[1].input;
     p.width = c.axes[2].input;
-    p.runs = p.width / run;
-    p.units = p.runs * int(ceil_div(p.height, kDoubledRows));
-    p.count = int64_t(a.batch) * p.channels * p.units;
+    p.count = int(units_of(a, run));
+    p.channels = cutlass::FastDivmod(c.groups);
+    p.runs = cutlass::FastDivmod(p.width / run);
+    p.units = cutlass::FastDivmod(p.width / run * int(ceil_div(p.height, kDoubledRows)));
     return p;
   }
 };
 
-// A run of a line and the input on either side of it, or zeros.
+// A run of a line and the input on either side of it, or zeros, which a line beyond the plane is.
 template <class T>
 struct DoubledLine {
   static constexpr int kRun = kDoubledRun<T>;
-  float values[kRun + 2] = {};
+  float values[kRun + 2];
 
+  // Without branches, so that all lines are under way before one is waited for: what lies outside
+  // is read where a neighbour lies.
   __device__ __forceinline__ DoubledLine(T const* plane, int height, int width, int y, int x) {
-    if (unsigned(y) >= unsigned(height)) return;
-    T const* const first = plane + int64_t(y) * width + x;
+    T const* const first = plane + int64_t(min(max(y, 0), height - 1)) * width + x;
+    bool const inside = unsigned(y) < unsigned(height);
+    bool const has_left = x > 0, has_right = x + kRun < width;
     float run[kRun];
     device::Pack<T, kRun>::load(first).to_floats(run);
+    float const left = device::to_float(first[has_left ? -1 : 0]);
+    float const right = device::to_float(first[has_right ? kRun : 0]);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i + 1] = run[i];
-    if (x > 0) values[0] = device::to_float(first[-1]);
-    if (x + kRun < width) values[kRun + 1] = device::to_float(first[kRun]);
+    for (int i = 0; i < kRun; ++i) values[i + 1] = inside ? run[i] : 0.0f;
+    values[0] = inside && has_left ? left : 0.0f;
+    values[kRun + 1] = inside && has_right ? right : 0.0f;
   }
 };
 
@@ -82,12 +93,13 @@ __device__ __forceinline__ void add_line(float (&sums)[2 * kDoubledRun<T>],
 template <class T>
 __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ DoubledParams const p) {
   constexpr int kRun = kDoubledRun<T>;
-  int64_t const unit = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (unit >= p.count) return;
-  int64_t const plane = unit / p.units;
-  int const within = int(unit - plane * p.units), rows = within / p.runs;
-  int const x = (within - rows * p.runs) * kRun, y = rows * kDoubledRows;
-  int const channel = int(plane % p.channels);
+  auto const unit = unsigned(blockIdx.x) * kThreads + threadIdx.x;
+  if (unit >= unsigned(p.count)) return;
+  int plane, within, rows, run, sample, channel;
+  p.units(plane, within, int(unit));
+  p.runs(rows, run, within);
+  p.channels(sample, channel, plane);
+  int const x = run * kRun, y = rows * kDoubledRows;
   float taps[kDoubledTaps][kDoubledTaps];
   T const* const weight = static_cast<T const*>(p.weight) + channel * p.source.stride_c;
 #pragma unroll
@@ -98,8 +110,9 @@ __global__ void __launch_bounds__(kThreads) double_planes(__grid_constant__ Doub
     }
   }
   float const bias = p.bias ? device::to_float(static_cast<T const*>(p.bias)[channel]) : 0.0f;
-  T const* const input = static_cast<T const*>(p.input) + plane * p.height * p.width;
-  T* const output = static_cast<T*>(p.output) + plane * 4 * p.height * p.width;
+  int64_t const before = int64_t(plane) * p.height * p.width;
+  T const* const input = static_cast<T const*>(p.input) + before;
+  T* const output = static_cast<T*>(p.output) + 4 * before;
   auto const line_at = [&](int i) { return DoubledLine<T>(input, p.height, p.width, i, x); };
   DoubledLine<T> const lines[kDoubledRows + 2] = {line_at(y - 1), line_at(y),     line_at(y + 1),
                                                   line_at(y + 2), line_at(y + 3), line_at(y + 4)};

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <limits>
 #include <utility>
 
 #include "conv/direct/doubled.hpp"
@@ -36,12 +37,9 @@ void launch_doubled(Arguments const& a, cudaStream_t stream) {
   FUSEDCONV_CHECK(device::is_aligned(a.output, 16), a.config.row->name,
                   ": output: got an address that is no multiple of 16 bytes");
   DoubledParams const p = DoubledParams::of(a, kDoubledRun<T>);
-  constexpr int64_t kMost = 0x7fffffff;
-  int64_t const blocks = ceil_div(p.count, kThreads);
-  FUSEDCONV_CHECK(blocks <= kMost, a.config.row->name, ": blocks: got ", blocks,
-                  ", expected at most ", kMost);
   conv::check_launch(a.config, a.batch, "launch",
-                     device::launch(&double_planes<T>, unsigned(blocks), kThreads, 0, stream, p));
+                     device::launch(&double_planes<T>, unsigned(ceil_div(p.count, kThreads)),
+                                    kThreads, 0, stream, p));
 }
 
 template <class T, int kVector>
@@ -61,7 +59,10 @@ void launch(Arguments const& a, cudaStream_t stream) {
     constexpr int kWidest = 16 / int(sizeof(T));
     return s.vector == 1 ? launch_pixels<T, 1>(a, stream) : launch_pixels<T, kWidest>(a, stream);
   }
-  if (s.doubles && a.partials == nullptr) return launch_doubled<T>(a, stream);
+  // An int counts units.
+  bool const doubles =
+      s.doubles && DoubledParams::units_of(a, kDoubledRun<T>) <= std::numeric_limits<int>::max();
+  if (doubles && a.partials == nullptr) return launch_doubled<T>(a, stream);
   if (s.run_taps == kGeneral) return launch_planes<T, kGeneral, 1>(a, stream);
   [&]<int... kTaps>(std::integer_sequence<int, kTaps...>) {
     auto const of = [&]<int kEach>(std::integral_constant<int, kEach>) {

@@ -14,6 +14,7 @@
 #include "cuda/early.hpp"
 #include "cute/arch/cluster_sm90.hpp"
 #include "cute/arch/config.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 
 #if defined(__CUDA_ARCH__) && !defined(CUTE_ARCH_MMA_SM90A_ENABLED)
@@ -223,6 +224,10 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kResidents)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& barriers = *reinterpret_cast<Barriers*>(shared + p.memory.barriers);
+  if (threadIdx.x == Traits::kOwnConsumers * kWarpgroupThreads) {
+    cute::prefetch_tma_descriptor(&maps.reads[0]);
+    if (!p.packed) cute::prefetch_tma_descriptor(&maps.weight);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);

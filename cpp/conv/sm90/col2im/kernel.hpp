@@ -12,6 +12,7 @@
 #include "conv/sm90/wait.hpp"
 #include "cuda/async.hpp"
 #include "cute/arch/cluster_sm90.hpp"
+#include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 
 namespace fusedconv::conv::sm90::col2im {
@@ -19,10 +20,7 @@ namespace fusedconv::conv::sm90::col2im {
 using boxes::operand;
 namespace gmma = boxes::gmma;
 
-inline constexpr int kWarpgroup = 128;
-inline constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 inline constexpr int kThreads = kConsumerThreads + 32;
-inline constexpr int kConsumerBarrier = 1;
 inline constexpr int kFilterRows = 136;  // of a copy of a packed filter in float32, at most
 
 struct Maps {
@@ -170,14 +168,15 @@ __device__ __forceinline__ void leave_products(Products<Traits> (&products)[Trai
 #pragma unroll
   for (int i = 0; i < Traits::kShape.slabs; ++i) {
     int const row = (self * Traits::kShape.slabs + i) * kSlab + warp * 16 + lane / 4;
-    float* const own = rows + row * kPitch + lane % 4 * 2;
+    float* const own[2] = {rows + begin_of<kPitch>(row) + lane % 4 * 2,
+                           rows + begin_of<kPitch>(row + 8) + lane % 4 * 2};
     auto const leave = [&](auto const& values, int first, int count) {
 #pragma unroll
       for (int j = 0; j < count / 4; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          *reinterpret_cast<float2*>(own + half * 8 * kPitch + first + j * 8) = {
-              values[j * 4 + half * 2], values[j * 4 + half * 2 + 1]};
+          *reinterpret_cast<float2*>(own[half] + first + j * 8) = {values[j * 4 + half * 2],
+                                                                   values[j * 4 + half * 2 + 1]};
         }
       }
     };
@@ -193,7 +192,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
   auto& barriers = *reinterpret_cast<Barriers*>(shared + p.reserved);
-  auto* const reaches = reinterpret_cast<Reach*>(shared + p.reserved + kBarrierBytes);
+  auto* const maps_of_channels = reinterpret_cast<float2*>(shared + p.reserved + kBarrierBytes);
+  auto* const reaches = reinterpret_cast<Reach*>(shared + p.reaches);
+  if (threadIdx.x == kConsumerThreads) {
+    cute::prefetch_tma_descriptor(&maps.input);
+    cute::prefetch_tma_descriptor(&maps.filter);
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.stages; ++i) {
       device::init_barrier(&barriers.full[i], 1);
@@ -209,16 +213,27 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (cute::elect_one_sync()) copy_chunks<Traits>(p, maps, tile, barriers, shared);
     return;
   }
-  list_reaches<kConsumerThreads, Traits::kShape.pitch()>(p, tile, reaches);
+  using Element = typename Traits::Element;
+  constexpr int kPitch = Traits::kShape.pitch();
+  list_reaches<kConsumerThreads>(p, tile, reaches);
+  list_maps<Element, kConsumerThreads>(p, maps_of_channels);
   Products<Traits> products[Traits::kShape.slabs];
   multiply<Traits>(p, barriers, shared, role, products);
   // All products have read the ring, where their sums go.
   device::sync_threads(kConsumerBarrier, kConsumerThreads);
   float* const rows = reinterpret_cast<float*>(shared);
+  float* const zeros = rows + Traits::kShape.positions() * kPitch;
   leave_products<Traits>(products, role, rows);
+  for (int i = int(threadIdx.x); i < kPitch; i += kConsumerThreads) zeros[i] = 0.0f;
   device::sync_threads(kConsumerBarrier, kConsumerThreads);
-  using Element = typename Traits::Element;
-  store_outputs<Element, kConsumerThreads, Traits::kShape.pitch()>(p, tile, reaches, rows);
+  auto* const staged = reinterpret_cast<Element*>(shared + Traits::kShape.products_bytes());
+  if (p.short_taps) {
+    store_all<Element, kConsumerThreads, kPitch, true>(p, tile, reaches, maps_of_channels, rows,
+                                                       zeros, staged);
+  } else {
+    store_all<Element, kConsumerThreads, kPitch, false>(p, tile, reaches, maps_of_channels, rows,
+                                                        zeros, staged);
+  }
 }
 
 }  // namespace fusedconv::conv::sm90::col2im

@@ -4,10 +4,14 @@
 #include <cstdint>
 
 #include "conv/activate.hpp"
+#include "conv/segment.hpp"
 #include "conv/sm90/col2im/params.hpp"
+#include "cuda/async.hpp"
 #include "cuda/math.hpp"
 
 namespace fusedconv::conv::sm90::col2im {
+
+inline constexpr int kConsumerBarrier = 1;
 
 // A block's part of the problem.
 struct Tile {
@@ -30,24 +34,30 @@ struct Tile {
   }
 };
 
-// Which products along an axis an output adds up, if it is one: of taps of its phase from `begin`
-// to `end`, tap 0's so many floats behind the first product, those of others by steps.
-struct Reach {
-  int first, begin, end;
-  bool inside;
+// Which products along an axis an output adds up: of taps of its phase from `begin` to `end`. Tap
+// 0's are in row `row`, from column `column` on, those of others by steps.
+struct alignas(16) Reach {
+  int row, column, begin, end;
 };
 static_assert(sizeof(Reach) == kReachBytes);
 
-// From a tap to the next one of a phase, in floats: a tap_step of taps on, sub_dilation positions
-// back.
+// Where a row of products begins, in floats. Eight rows meet all banks as a warp leaves them, and
+// so do sixteen neighbours as they are read, one column of each.
 template <int kPitch>
-__device__ __forceinline__ int step_of(Params const& p, int i) {
-  Axis const& axis = p.axes[i];
-  return axis.tap_step * p.columns[i] - axis.sub_dilation * p.rows[i] * kPitch;
+__device__ __forceinline__ int begin_of(int row) {
+  return row * kPitch + (row >> 1 & kMostSkew);
 }
 
+// From a tap to the next one of a phase: a tap_step of taps on, sub_dilation positions back.
+struct Step {
+  int rows, columns;
+
+  __device__ __forceinline__ Step(Params const& p, int i)
+      : rows(p.axes[i].sub_dilation * p.rows[i]), columns(p.axes[i].tap_step * p.columns[i]) {}
+};
+
 // Those of a tile's outputs along all axes in turn.
-template <int kThreads, int kPitch>
+template <int kThreads>
 __device__ __forceinline__ void list_reaches(Params const& p, Tile const& tile, Reach* reaches) {
 #pragma unroll
   for (int i = 0; i < kMaxAxes; ++i) {
@@ -62,100 +72,167 @@ __device__ __forceinline__ void list_reaches(Params const& p, Tile const& tile, 
       int const beyond = position - (p.box[i] - 1);
       int const begin = beyond > 0 ? (beyond + back - 1) / back : 0;
       int const end = position < 0 ? 0 : min(phase.taps, position / back + 1);
-      reaches[p.first_reach[i] + own] = {
-          position * p.rows[i] * kPitch + phase.first_tap * p.columns[i], begin, end,
-          tile.first[i] + own < p.output_extent[i]};
+      reaches[p.first_reach[i] + own] = {position * p.rows[i], phase.first_tap * p.columns[i],
+                                         begin, end};
     }
   }
 }
 
-// kShort: at most two taps along height and width, and one along depth.
-template <bool kShort>
-__device__ __forceinline__ float add_products(Reach const (&reach)[kMaxAxes],
-                                              int const (&step)[kMaxAxes], float const* first) {
-  float sum = 0.0f;
-  if constexpr (kShort) {
-    auto const meets = [&](int axis, int tap) {
-      return reach[axis].begin <= tap && tap < reach[axis].end;
-    };
+// What becomes of each channel's sums: they are multiplied by x, and y is added.
+template <class T, int kThreads>
+__device__ __forceinline__ void list_maps(Params const& p, float2* maps) {
+#pragma unroll 1
+  for (int k = int(threadIdx.x); k < p.output_channels; k += kThreads) {
+    float const bias =
+        p.bias != nullptr ? device::to_float(static_cast<T const*>(p.bias)[k]) : 0.0f;
+    float const scale = p.scale != nullptr ? p.scale[k] : 1.0f;
+    maps[k] = {scale, fmaf(bias, scale, p.shift != nullptr ? p.shift[k] : 0.0f)};
+  }
+}
+
+// The products that an output pixel adds up, of any channel, given its first column. kShort: at
+// most two taps along height and width, and one along depth.
+template <int kPitch, bool kShort>
+class Sums {
+ public:
+  // zeros: a row of them, for taps that meet nothing.
+  __device__ __forceinline__ Sums(Params const& p, Reach const (&reach)[kMaxAxes],
+                                  float const* rows, float const* zeros)
+      : p_(p), reach_(reach), rows_(rows) {
+    if constexpr (kShort) {
+      auto const meets = [&](int axis, int tap) {
+        return reach[axis].begin <= tap && tap < reach[axis].end;
+      };
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        bool const met = meets(0, 0) && meets(1, h) && meets(2, w);
-        sum += met ? first[h * step[1] + w * step[2]] : 0.0f;
+      for (int i = 0; i < 4; ++i) {
+        bool const met = meets(0, 0) && meets(1, i / 2) && meets(2, i % 2);
+        met_[i] = met ? products_of(0, i / 2, i % 2) : zeros;
       }
     }
-  } else {
+  }
+
+  __device__ __forceinline__ float of(int column) const {
+    if constexpr (kShort) {
+      return ((met_[0][column] + met_[1][column]) + met_[2][column]) + met_[3][column];
+    } else {
+      float sum = 0.0f;
 #pragma unroll 1
-    for (int d = reach[0].begin; d < reach[0].end; ++d) {
+      for (int d = reach_[0].begin; d < reach_[0].end; ++d) {
 #pragma unroll 1
-      for (int h = reach[1].begin; h < reach[1].end; ++h) {
-        float const* const line = first + d * step[0] + h * step[1];
+        for (int h = reach_[1].begin; h < reach_[1].end; ++h) {
 #pragma unroll 2
-        for (int w = reach[2].begin; w < reach[2].end; ++w) sum += line[w * step[2]];
+          for (int w = reach_[2].begin; w < reach_[2].end; ++w) {
+            sum += products_of(d, h, w)[column];
+          }
+        }
       }
+      return sum;
     }
   }
-  return sum;
-}
 
-// The tile's outputs, in the order in which they lie in memory, several at a time, or the latency
-// of each would be waited for.
+ private:
+  __device__ __forceinline__ float const* products_of(int d, int h, int w) const {
+    int const tap[kMaxAxes] = {d, h, w};
+    int row = 0, column = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxAxes; ++i) {
+      Step const step(p_, i);
+      row += reach_[i].row - tap[i] * step.rows;
+      column += reach_[i].column + tap[i] * step.columns;
+    }
+    return rows_ + (begin_of<kPitch>(row) + column);
+  }
+
+  Params const& p_;
+  Reach const (&reach_)[kMaxAxes];
+  float const* rows_;
+  float const* met_[kShort ? 4 : 1];
+};
+
+// A line of a tile's outputs, or as much of it as is staged together: contiguous in memory, and at
+// the same offset from 16 bytes in shared memory.
+template <class T>
+struct Piece {
+  static constexpr int kVector = Segment<T>::kVector;
+  int d, h, w;  // its first output in the tile
+  T* target;
+  int staged;  // elements before it
+  int lead;
+
+  __device__ __forceinline__ Piece(Params const& p, Tile const& tile, int first, int own) {
+    int line, which;
+    p.line_pieces(line, which, first + own);
+    p.height(d, h, line);
+    w = which * p.piece.divisor;
+    int64_t const lines = int64_t(tile.sample) * p.output_extent[0] + tile.first[0] + d;
+    int64_t const line_of_output = lines * p.output_extent[1] + tile.first[1] + h;
+    target = static_cast<T*>(p.output) +
+             (line_of_output * p.output_extent[2] + tile.first[2] + w) * p.output_channels;
+    lead = int(reinterpret_cast<uintptr_t>(target) / sizeof(T)) & (kVector - 1);
+    staged = own * p.piece_pitch + lead;
+  }
+
+  // Elements; the tile's last lines and pixels may lie beyond the output.
+  __device__ __forceinline__ int length(Params const& p, Tile const& tile) const {
+    bool const inside =
+        tile.first[0] + d < p.output_extent[0] && tile.first[1] + h < p.output_extent[1];
+    int const pixels =
+        min(min(p.piece.divisor, p.tile[2] - w), p.output_extent[2] - (tile.first[2] + w));
+    return inside ? max(pixels, 0) * p.output_channels : 0;
+  }
+};
+
+// The tile's outputs, some pieces at a time: staged by threads, of which neighbours have
+// neighbouring pixels, and copied from there.
 template <class T, int kThreads, int kPitch, bool kShort>
 __device__ __forceinline__ void store_all(Params const& p, Tile const& tile, Reach const* reaches,
-                                          float const* rows) {
-  constexpr int kTogether = 4;
-  int const step[kMaxAxes] = {step_of<kPitch>(p, 0), step_of<kPitch>(p, 1), step_of<kPitch>(p, 2)};
-  int64_t const image = int64_t(tile.sample) * p.output_extent[0];
+                                          float2 const* maps, float const* rows, float const* zeros,
+                                          T* staged) {
+  int const channels = p.output_channels, own_thread = int(threadIdx.x);
 #pragma unroll 1
-  for (int i = int(threadIdx.x); i < p.items; i += kTogether * kThreads) {
-    float values[kTogether];
-    int64_t index[kTogether];
-    bool inside[kTogether];
-    int channel[kTogether];
+  for (int first = 0; first < p.pieces; first += p.round_pieces) {
+#pragma unroll 1
+    for (int unit = own_thread; unit < p.round_units; unit += kThreads) {
+      int share, own, x, pixel;
+      p.round_pixels(share, pixel, unit);
+      p.piece(own, x, pixel);
+      if (first + own >= p.pieces) continue;
+      Piece<T> const piece(p, tile, first, own);
+      if (piece.w + x >= p.tile[2]) continue;
+      Reach const reach[kMaxAxes] = {reaches[p.first_reach[0] + piece.d],
+                                     reaches[p.first_reach[1] + piece.h],
+                                     reaches[p.first_reach[2] + piece.w + x]};
+      Sums<kPitch, kShort> const sums(p, reach, rows, zeros);
+      T* const target = staged + piece.staged + x * channels;
+      int const end = min((share + 1) * p.share_channels, channels);
+#pragma unroll 1
+      for (int k = share * p.share_channels; k < end; k += kTogether) {
+        float values[kTogether];
 #pragma unroll
-    for (int v = 0; v < kTogether; ++v) {
-      int rest, own[kMaxAxes];
-      // What is beyond the tile is computed as its last output, which is there.
-      p.channels(rest, channel[v], min(i + v * kThreads, p.items - 1));
-      p.width(rest, own[2], rest);
-      p.height(own[0], own[1], rest);
-      Reach const reach[kMaxAxes] = {reaches[p.first_reach[0] + own[0]],
-                                     reaches[p.first_reach[1] + own[1]],
-                                     reaches[p.first_reach[2] + own[2]]};
-      inside[v] =
-          i + v * kThreads < p.items && reach[0].inside && reach[1].inside && reach[2].inside;
-      int const first =
-          reach[0].first + reach[1].first + reach[2].first + channel[v] * p.channel_columns;
-      values[v] = add_products<kShort>(reach, step, rows + first);
-      int64_t const line =
-          (image + tile.first[0] + own[0]) * p.output_extent[1] + tile.first[1] + own[1];
-      index[v] =
-          (line * p.output_extent[2] + tile.first[2] + own[2]) * p.output_channels + channel[v];
-    }
+        for (int v = 0; v < kTogether; ++v) {
+          int const own_channel = min(k + v, end - 1);
+          float2 const map = maps[own_channel];
+          values[v] = fmaf(sums.of(own_channel * p.channel_columns), map.x, map.y);
+        }
+        activate<T>(p.activation, values);
 #pragma unroll
-    for (int v = 0; v < kTogether; ++v) {
-      float& value = values[v];
-      if (p.bias != nullptr) value += device::to_float(static_cast<T const*>(p.bias)[channel[v]]);
-      if (p.scale != nullptr) value *= p.scale[channel[v]];
-      if (p.shift != nullptr) value += p.shift[channel[v]];
+        for (int v = 0; v < kTogether; ++v) {
+          if (k + v < end) target[k + v] = device::from_float<T>(values[v]);
+        }
+      }
     }
-    activate<T>(p.activation, values);
-#pragma unroll
-    for (int v = 0; v < kTogether; ++v) {
-      if (inside[v]) static_cast<T*>(p.output)[index[v]] = device::from_float<T>(values[v]);
+    device::fence_async_proxy();
+    device::sync_threads(kConsumerBarrier, kThreads);
+#pragma unroll 1
+    for (int own = own_thread; own < min(p.round_pieces, p.pieces - first); own += kThreads) {
+      Piece<T> const piece(p, tile, first, own);
+      store_by_bulk(Segment<T>{.source = staged + piece.staged,
+                               .target = piece.target,
+                               .lead = piece.lead,
+                               .length = piece.length(p, tile)});
     }
-  }
-}
-
-template <class T, int kThreads, int kPitch>
-__device__ __forceinline__ void store_outputs(Params const& p, Tile const& tile,
-                                              Reach const* reaches, float const* rows) {
-  if (p.short_taps) {
-    store_all<T, kThreads, kPitch, true>(p, tile, reaches, rows);
-  } else {
-    store_all<T, kThreads, kPitch, false>(p, tile, reaches, rows);
+    device::wait_stores_read();
+    if (first + p.round_pieces < p.pieces) device::sync_threads(kConsumerBarrier, kThreads);
   }
 }
 

@@ -22,8 +22,12 @@ struct Params {
   int first_reach[kMaxAxes];  // of an axis in the table of all
   Axis axes[kMaxAxes];
   bool short_taps;
-  int items;  // outputs of a tile
-  cutlass::FastDivmod tiles_d, tiles_h, tiles_w, strides[kMaxAxes], channels, width, height;
+  int reaches;  // where those begin in shared memory
+  // What is staged together: pieces of lines, from one to the next so many elements.
+  int pieces, piece_pitch, round_pieces;
+  int share_channels, round_units;  // of a thread at a time, and how many of those
+  cutlass::FastDivmod tiles_d, tiles_h, tiles_w, strides[kMaxAxes], height, piece, line_pieces,
+      round_pixels;
 
   static Params of(Arguments const& a) {
     Config const& config = a.config;
@@ -42,7 +46,6 @@ struct Params {
     p.box_positions = s.box[0] * s.box[1] * s.box[2];
     int64_t const strides[kMaxAxes] = {source.stride_t, source.stride_r, source.stride_s};
     int reaches = 0;
-    p.items = p.output_channels;
     for (int i = 0; i < kMaxAxes; ++i) {
       AxisProblem const& axis = s.axes[i].problem;
       p.axes[i] = s.axes[i];
@@ -54,7 +57,6 @@ struct Params {
       p.first_reach[i] = reaches;
       p.strides[i] = cutlass::FastDivmod(axis.stride);
       reaches += s.tile[i];
-      p.items *= s.tile[i];
     }
     p.channel_columns = source.k > 1 ? int(source.stride_k) : 0;
     p.rows[2] = 1;
@@ -64,8 +66,17 @@ struct Params {
     p.tiles_d = cutlass::FastDivmod(s.tiles[0]);
     p.tiles_h = cutlass::FastDivmod(s.tiles[1]);
     p.tiles_w = cutlass::FastDivmod(s.tiles[2]);
-    p.channels = cutlass::FastDivmod(p.output_channels);
-    p.width = cutlass::FastDivmod(s.tile[2]);
+    p.reaches = s.reaches;
+    Pieces const& pieces = s.pieces;
+    p.pieces = s.tile[0] * s.tile[1] * pieces.of_line;
+    p.piece_pitch = pieces.pitch;
+    p.round_pieces = pieces.together;
+    p.share_channels = pieces.share_channels;
+    p.round_units =
+        pieces.together * pieces.pixels * int(ceil_div(p.output_channels, pieces.share_channels));
+    p.piece = cutlass::FastDivmod(pieces.pixels);
+    p.line_pieces = cutlass::FastDivmod(pieces.of_line);
+    p.round_pixels = cutlass::FastDivmod(pieces.together * pieces.pixels);
     p.height = cutlass::FastDivmod(s.tile[1]);
     return p;
   }

@@ -10,12 +10,14 @@ namespace fusedconv::conv::sm90::col2im {
 namespace {
 
 // Cycles: of a block before its first products and behind its last output, of a byte that is
-// copied, of storing a row of products of a group of warps, and of an output of 256 threads.
+// copied, of storing a row of products of a group of warps; of a pixel of 256 threads, and of a
+// channel of it.
 constexpr double kBlock = 6500.0;
 constexpr double kByte = 0.022;
 constexpr double kColumn = 4.0;
-constexpr double kOutput = 0.7;
-constexpr double kTap = 0.25;  // of an output whose taps are looped over, not timed
+constexpr double kUnit = 350.0;
+constexpr double kOutput = 50.0;
+constexpr double kTap = 64.0;  // of a channel whose taps are looped over, not timed
 constexpr int64_t kMostPixels = int64_t(1) << 30;
 constexpr int kMostBox = 256;  // of an axis of a tensor copy
 
@@ -95,6 +97,44 @@ bool cut(Schedule& s, int most_positions, int64_t most_reaches, int channels) {
   return best > 0;
 }
 
+// Cycles of a thread that adds up so many channels of so many pixels in turn.
+double unit_cycles(Schedule const& s, int channels) {
+  double const taps = s.has_short_taps() ? 0.0 : s.axes[0].taps * s.axes[1].taps * s.axes[2].taps;
+  return kUnit + channels * (kOutput + kTap * taps);
+}
+
+double round_cycles(Schedule const& s, int pixels, int channels, int share) {
+  int64_t const units = int64_t(pixels) * ceil_div(channels, share);
+  return double(ceil_div(units, kConsumerThreads)) * unit_cycles(s, share);
+}
+
+Pieces pieces_of(Schedule const& s, int channels, int size) {
+  int const vector = 16 / size, pixel = channels * size;
+  Pieces result;
+  // Behind a lead of less than 16 bytes.
+  result.pixels = std::min(s.tile[2], (kStagedBytes - 2 * 16) / pixel);
+  result.of_line = int(ceil_div(s.tile[2], result.pixels));
+  result.pitch = int(round_up(result.pixels * channels + vector - 1, vector));
+  int const count = s.tile[0] * s.tile[1] * result.of_line;
+  result.together = std::min(count, kStagedBytes / (result.pitch * size));
+  double best = 0.0;
+  for (int share = int(round_up(channels, kTogether)); share > 0; share -= kTogether) {
+    double const cycles = round_cycles(s, result.together * result.pixels, channels, share);
+    if (best == 0.0 || cycles < best) {
+      best = cycles;
+      result.share_channels = share;
+    }
+  }
+  return result;
+}
+
+double stored_cycles(Schedule const& s, int channels) {
+  Pieces const& pieces = s.pieces;
+  int64_t const count = int64_t(s.tile[0]) * s.tile[1] * pieces.of_line;
+  return double(ceil_div(count, pieces.together)) *
+         round_cycles(s, pieces.together * pieces.pixels, channels, pieces.share_channels);
+}
+
 }  // namespace
 
 Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
@@ -126,8 +166,9 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                                 kMostPixels, " elements of either are served"));
   }
   int const stage = shape.stage_bytes(size);
-  int64_t const room =
-      device.shared_bytes - kBarrierBytes - std::max(2 * stage, shape.products_bytes());
+  int const maps = int(round_up(p.output_channels * kMapBytes, kReachBytes));
+  int64_t const room = device.shared_bytes - kBarrierBytes - maps -
+                       std::max(2 * stage, shape.products_bytes() + kStagedBytes);
   if (!cut(s, shape.positions(), room / kReachBytes, p.output_channels)) {
     return refused(
         detail::join("the filter or its stride reaches more positions than a block has "
@@ -137,20 +178,20 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.columns = int(round_up(columns, vector));
   s.chunks = int(ceil_div(int64_t(p.channels) * size, kChunkBytes));
   s.filter_bytes = int64_t(p.channels) * s.columns * size;
-  int const behind =
-      kBarrierBytes + int(round_up((s.tile[0] + s.tile[1] + s.tile[2]) * kReachBytes, 16));
+  int const before_reaches = kBarrierBytes + maps;
+  int const behind = before_reaches + (s.tile[0] + s.tile[1] + s.tile[2]) * kReachBytes;
   s.stages = std::min({kMostStages, (device.shared_bytes - behind) / stage, std::max(s.chunks, 2)});
-  s.reserved = std::max(s.stages * stage, shape.products_bytes());
+  s.pieces = pieces_of(s, p.output_channels, size);
+  s.reserved = std::max(s.stages * stage, shape.products_bytes() + kStagedBytes);
+  s.reaches = s.reserved + before_reaches;
   s.shared_bytes = s.reserved + behind;
   // Products at full rate, or copies.
   double const products =
       kConsumers * shape.slabs * s.chunks * (kChunkBytes / kStepBytes) * shape.columns / 2.0;
   double const copied =
       double(s.chunks) * kChunkBytes * double(s.box[0] * s.box[1] * s.box[2] + s.columns) * kByte;
-  int64_t const stored = int64_t(s.tile[0]) * s.tile[1] * s.tile[2] * p.output_channels;
-  double const taps = s.has_short_taps() ? 0.0 : s.axes[0].taps * s.axes[1].taps * s.axes[2].taps;
   s.block_cycles = kBlock + std::max(products, copied) + kColumn * shape.slabs * shape.columns +
-                   (kOutput + kTap * taps) * double(stored);
+                   stored_cycles(s, p.output_channels);
   return s;
 }
 

@@ -22,7 +22,9 @@
 
 namespace fusedconv::conv::sm90::col2im {
 
-inline constexpr int kConsumers = 2;     // groups of four warps that multiply
+inline constexpr int kConsumers = 2;    // groups of four warps that multiply
+inline constexpr int kWarpgroup = 128;  // threads of one
+inline constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 inline constexpr int kSlab = 64;         // positions of one instruction
 inline constexpr int kChunkBytes = 128;  // of a position's channels, copied at a time
 inline constexpr int kStepBytes = 32;    // of one instruction
@@ -30,17 +32,23 @@ inline constexpr int kLine = 64;         // columns that lie together of 16 bits
 inline constexpr int kMostColumns = 272;
 inline constexpr int kMostInstruction = 256;  // columns of one
 inline constexpr int kMostStages = 6;
-inline constexpr int kBarrierBytes = 128;  // behind all else, and behind them:
-inline constexpr int kReachBytes = 16;     // for each output of a tile along each axis
+inline constexpr int kBarrierBytes = 128;      // behind all else, and behind them:
+inline constexpr int kReachBytes = 16;         // for each output of a tile along each axis
+inline constexpr int kMostSkew = 6;            // of where a row of products begins, in floats
+inline constexpr int kTogether = 4;            // channels of an output pixel that a thread adds up
+inline constexpr int kStagedBytes = 24 << 10;  // of outputs on their way to memory, at most
+inline constexpr int kMapBytes = 8;            // of an output channel
 
 // What a compiled kernel fixes: columns (output channels of taps) and slabs of a group of warps.
 struct Shape {
   int columns, slabs;
 
   constexpr int positions() const { return kConsumers * slabs * kSlab; }
-  // From a position's products to the next one's, in floats: eight of them meet all banks.
+  // From a position's products to the next one's, in floats: eight of them meet all banks, and a
+  // row's skew has room.
   constexpr int pitch() const { return columns + 8; }
-  constexpr int products_bytes() const { return positions() * pitch() * 4; }
+  // A row more is zeros.
+  constexpr int products_bytes() const { return (positions() + 1) * pitch() * 4; }
   constexpr int filter_bytes(int element_bytes) const {
     return element_bytes == 2 ? int(ceil_div(columns, kLine)) * kLine * kChunkBytes
                               : columns * kChunkBytes;
@@ -48,6 +56,14 @@ struct Shape {
   constexpr int stage_bytes(int element_bytes) const {
     return positions() * kChunkBytes + filter_bytes(element_bytes);
   }
+};
+
+// Lines of a tile's outputs, or pieces of longer ones, on their way to memory.
+struct Pieces {
+  int pixels = 0, of_line = 0;
+  int pitch = 0;           // from one to the next, in elements: whole 16 bytes
+  int together = 0;        // staged at a time
+  int share_channels = 0;  // of a pixel, that a thread has at a time
 };
 
 struct Schedule {
@@ -60,7 +76,9 @@ struct Schedule {
   int stages = 0;
   int columns = 0;           // of a packed filter
   int64_t filter_bytes = 0;  // packed
-  int reserved = 0;          // where barriers begin in shared memory
+  Pieces pieces;
+  int reserved = 0;  // where barriers begin in shared memory
+  int reaches = 0;   // where those of a tile's outputs begin there
   int shared_bytes = 0;
   double block_cycles = 0.0;  // estimated
 

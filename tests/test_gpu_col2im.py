@@ -149,6 +149,30 @@ def test_weights_as_they_lie(out, weights, precision, force):
 
 
 @PRECISIONS
+@pytest.mark.parametrize("width", [120, 300])
+def test_lines_longer_than_what_is_staged(width, precision, force):
+    """A line of a tile's outputs has up to 2,000 pixels of 17 channels, 65 kB of 16 bits; 24 kB are
+    staged at a time."""
+    force("col2im_sm90")
+    torch.manual_seed(0)
+    x = torch.rand(2, 136, 2, width, device="cuda").to(DTYPES[precision])
+    weight = (torch.randn(136, 17, 1, 16, device="cuda") / 12).to(x.dtype)
+    bias = torch.randn(17, device="cuda").to(x.dtype)
+
+    def plain(x, weight, bias):
+        return F.conv_transpose2d(x, weight, bias, stride=(1, 16))
+
+    poison()
+    own = precision if x.dtype is torch.float32 else None
+    x = LAYOUTS["nhwc"](x)
+    with torch.no_grad():
+        actual = conv_transpose_act_norm(x, weight, bias, stride=(1, 16), precision=own)
+    tensors = x, weight, bias
+    exact = plain(*(each.double() for each in tensors))
+    assert relative_error(actual, exact) <= limit(plain, tensors, exact, precision)
+
+
+@PRECISIONS
 def test_the_same_bits_each_time_and_in_any_batch(precision, force):
     force("col2im_sm90")
     x, weight, bias = layer(precision, batch=7)

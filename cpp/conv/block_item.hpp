@@ -7,9 +7,9 @@ namespace fusedconv::conv {
 
 // What the block `rank` of `ranks` computes in turn, of tiles by `blocks` (of channels, say). It
 // takes all blocks of a tile in sequence, so that blocks with more taps than others burden none,
-// and a tile's input is in the cache. Tiles that are left over are divided by blocks, those with
-// the most taps first, and dealt to ranks forth and back, so that who has many taps is the last to
-// get more.
+// and a tile's input is in the cache. Tiles that are left over are divided by blocks, in
+// their order, and dealt to ranks forth and back: where those with the most taps are first, who has
+// many taps is the last to get more.
 class BlockItems {
  public:
   int tile;

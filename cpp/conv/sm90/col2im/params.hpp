@@ -22,7 +22,7 @@ struct Params {
   int first_reach[kMaxAxes];  // of an axis in the table of all
   Axis axes[kMaxAxes];
   bool short_taps;
-  int reaches;  // where those begin in shared memory
+  int reaches;  // where the table of all axes' begins in shared memory
   // What is staged together: pieces of lines, from one to the next so many elements.
   int pieces, piece_pitch, round_pieces;
   int share_channels, round_units;  // of a thread at a time, and how many of those

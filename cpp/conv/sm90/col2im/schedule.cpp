@@ -97,7 +97,7 @@ bool cut(Schedule& s, int most_positions, int64_t most_reaches, int channels) {
   return best > 0;
 }
 
-// Cycles of a thread that adds up so many channels of so many pixels in turn.
+// Cycles of a thread that adds up so many channels of a pixel in turn.
 double unit_cycles(Schedule const& s, int channels) {
   double const taps = s.has_short_taps() ? 0.0 : s.axes[0].taps * s.axes[1].taps * s.axes[2].taps;
   return kUnit + channels * (kOutput + kTap * taps);

@@ -109,8 +109,8 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
     if (cute::elect_one_sync()) device::arrive(&barriers.empty[stage]);
   };
   // Consumers have tiles in turns. Who takes its turn begins with products once the one before has
-  // issued its own: so one's outputs are finished beside another's products, and nobody waits for a
-  // use of a stage that is two on, which a barrier's parity does not tell apart.
+  // found all of its stages full: so one's outputs are finished beside another's products, and
+  // nobody waits for a use of a stage that is two on, which a barrier's parity does not tell apart.
   constexpr int kBoth = 2 * kWarpgroup;
   auto const turn_of = [](int index) { return 1 + index; };
   int const next = self + 1 < kConsumers ? self + 1 : 0;

@@ -141,6 +141,7 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
                      Device const& device) {
   if (p.layout != Layout::kChannelsLast) return refused("the layout is channels first");
   if (p.groups != 1) return refused("the convolution has groups");
+  if (p.channels < 1 || p.output_channels < 1) return refused("there are no channels");
   int const size = traits_of(math).element_bytes();
   int const vector = 16 / size;
   if (p.channels % vector != 0) {

@@ -176,6 +176,32 @@ def test_edges_are_not_the_next_samples(precision, force):
     assert actual[1].isnan().all() and not actual[[0, 2]].isnan().any()
 
 
+@pytest.mark.parametrize("spatial", [(8, 8), (2, 8, 8)])
+def test_gelu_of_every_size(spatial, force):
+    """Of each bfloat16 up to 32, its shorter polynomial is off by less than rounding may be."""
+    force("phases_sm90")
+    values = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = torch.cat([values[values <= 32], -values[values <= 32]]).cuda()
+    channels, pixels = 32, torch.Size(spatial).numel()
+    samples = -(-len(values) // (channels * pixels))
+    x = torch.zeros(samples * channels * pixels, dtype=torch.bfloat16, device="cuda")
+    x[: len(values)] = values
+    x = LAYOUTS["nhwc"](x.view(samples, channels, *spatial))
+    weight = torch.zeros(channels, channels, *[3] * len(spatial), device="cuda")
+    weight[(..., *[1] * len(spatial))] = torch.eye(channels, device="cuda")
+    poison()
+    with torch.no_grad():
+        output = conv_transpose_act_norm(
+            x, weight.bfloat16(), None, stride=2, padding=1, activation="gelu", order="norm_act"
+        )
+    # Even outputs are the inputs.
+    actual = output[(..., *[slice(None, None, 2)] * len(spatial))].double()
+    exact = F.gelu(x.double())
+    step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126)))) * 2.0**-7
+    allowed = torch.where(x.abs() < 0.5, 5e-4 * exact.abs(), 1e-4)
+    assert ((actual - exact).abs() <= 0.5 * step + allowed).all()
+
+
 @PRECISIONS
 def test_a_folded_batch_norm(precision, force):
     """Scale and shift in the epilogue, which change from call to call."""

@@ -122,6 +122,28 @@ def test_every_tap_and_channel_once(kernel):
             assert own == list(range(block * 32 + 8 * lane, block * 32 + 8 * lane + 8))
 
 
+@pytest.mark.parametrize("steps", [1, 3, 4, 9])
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_rounds_of_the_filter(kernel, steps):
+    """The even plane's by step; then of each step the odd one's two."""
+    expected = [(0, step) for step in range(steps)]
+    if kernel.row.axes == 3:
+        expected += [(product, step) for step in range(steps) for product in (1, 2)]
+    rounds = _C.sm90.phases.rounds(kernel.row, steps)
+    assert list(map(tuple, rounds)) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_stages_hold_what_planes_free_together(kernel):
+    """The second plane's consumer waits for its turn until all of a tile's stages were full."""
+    for channels in range(8, 257, 8):
+        made = layer(kernel, channels=channels)
+        config = kernel.config(made, H200)
+        if kernel.supports(made, H200):
+            chunks = -(-channels // 64)
+            assert config.stages >= (max(2, chunks) if kernel.row.axes == 3 else 2)
+
+
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("kernel", KERNELS, **names)
 def test_parts_are_all_tiles(kernel, batch):
@@ -130,7 +152,7 @@ def test_parts_are_all_tiles(kernel, batch):
         config = kernel.config(made, H200)
         tiles = math.prod(config.tiles)
         assert (config.parts - 1) * config.part_tiles < tiles <= config.parts * config.part_tiles
-        assert config.partial_slots == 2 * config.parts
+        assert config.partial_slots == kernel.row.consumers * config.parts
         assert config.shared_bytes <= H200.shared_bytes
 
 

@@ -22,20 +22,36 @@ void bind_sm90_phases(py::module_& room) {
           "Of the output, of a block.")
       .def_property_readonly(
           "columns", [](Row const& row) { return row.shape.columns(); },
-          "Channels of all phases, of a block.");
+          "Channels of all phases, of a block.")
+      .def_property_readonly(
+          "consumers", [](Row const& row) { return row.shape.consumers(); },
+          "Groups of four warps that multiply.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   m.def(
       "products",
       [](Row const& row) {
         std::vector<std::array<int, 2>> result;
-        auto const append = [&](auto const& products) {
-          for (Product const& each : products.values)
-            result.push_back({each.neighbour, each.phase});
-        };
-        row.shape.axes == 3 ? append(Products<3>()) : append(Products<2>());
+        for (int depth = 0; depth < row.shape.depth_products(); ++depth) {
+          auto const [neighbour, phase] = depth_product(depth);
+          for (Product const& each : Products().values) {
+            result.push_back({each.neighbour | neighbour, each.phase | phase});
+          }
+        }
         return result;
       },
       py::arg("row"), "Neighbour and phase of each of a packed filter's taps, as bits of axes.");
+  m.def(
+      "rounds",
+      [](Row const& row, int steps) {
+        std::vector<std::array<int, 2>> result;
+        for (int number = 0; number < steps * row.shape.depth_products(); ++number) {
+          Round const round = round_of(number, steps);
+          result.push_back({round.depth_product, round.step});
+        }
+        return result;
+      },
+      py::arg("row"), py::arg("steps"),
+      "Product along depth and step of 16 input channels, as a packed filter has them.");
   m.def("channel_of", &channel_of, py::arg("column"), py::arg("channels"),
         "Which of a block's output channels a column of a phase is.");
   m.def("tap_of", &tap_of, py::arg("odd"), py::arg("next"),

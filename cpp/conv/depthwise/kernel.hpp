@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   auto* const full = reinterpret_cast<uint64_t*>(shared);
   auto* const moments = reinterpret_cast<PartMoments*>(shared + kBarrierBytes);
   T* const slots = reinterpret_cast<T*>(shared + kBarrierBytes + kMomentsBytes);
-  T* const staged = slots + kSlots * p.slot_elements;
-  static_assert(kSlots * int(sizeof(uint64_t)) <= kBarrierBytes, "a barrier for each slot");
+  T* const staged = slots + p.slots * p.slot_elements;
+  static_assert(kMostSlots * int(sizeof(uint64_t)) <= kBarrierBytes, "a barrier for each slot");
 
   int const thread = int(threadIdx.x);
   int const rank = int(device::cluster_rank());
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
   p.channels(sample, channel, instance);
   if (thread < kMostParts * kWarps) moments->warps[thread / kWarps][thread % kWarps] = {};
   if (thread == 0) {
-    for (int i = 0; i < kSlots; ++i) device::init_barrier(full + i, 1);
+    for (int i = 0; i < p.slots; ++i) device::init_barrier(full + i, 1);
     device::fence_barrier_init();
   }
   __syncthreads();

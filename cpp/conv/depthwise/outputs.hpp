@@ -19,7 +19,6 @@ namespace fusedconv::conv::depthwise {
 template <class T, bool kActivates>
 class NormalizedOutputs {
   static constexpr int kVector = 16 / int(sizeof(T));
-  static constexpr int kPlanes = 2;  // of a step
   // The first of the warps that store a plane each.
   static constexpr int kFirstStorer = 2;
 
@@ -59,7 +58,8 @@ class NormalizedOutputs {
     length_ = min(kStride * lines, p_.output_extent[1] - line) * width;
   }
   __device__ __forceinline__ void begin_step(int z, Lines const&) {
-    buffer_ = kPlanes * p_.span_elements - buffer_;
+    int const next = buffer_ + kPlanes * p_.span_elements;
+    buffer_ = next == p_.buffers * kPlanes * p_.span_elements ? 0 : next;
     planes_ = min(kPlanes, p_.output_extent[0] - kPlanes * z);
     target_ += kPlanes * int64_t(plane_elements_);
     lead_ =
@@ -88,23 +88,40 @@ class NormalizedOutputs {
     }
   }
 
-  // The copies of the step before have had this step's time. Behind the barrier all know that its
-  // buffer is free.
+  // The copies of the step before, or of the one before that, have had this step's time. Behind the
+  // barrier all know that the next step's buffer is free.
   __device__ __forceinline__ void before_barrier() {
-    wait();
+    if (stores()) {
+      if (p_.buffers == kMostBuffers) {
+        device::wait_stores_read<kMostBuffers - kLeastBuffers>();
+      } else {
+        device::wait_stores_read();
+      }
+    }
     device::fence_async_proxy();
   }
+  // One group of copies a step, be there none: they are counted.
   __device__ __forceinline__ void after_barrier() {
-    int const plane = int(threadIdx.x) / kWarp - kFirstStorer;
-    if (plane >= 0 && plane < planes_) store(plane, int(threadIdx.x) % kWarp);
+    if (!stores()) return;
+    if (own_plane() < planes_) {
+      store(own_plane(), int(threadIdx.x) % kWarp);
+    } else {
+      device::commit_stores();
+    }
   }
   // Shared memory must stay until it has been read.
   __device__ __forceinline__ void wait() {
-    int const plane = int(threadIdx.x) / kWarp - kFirstStorer;
-    if (plane >= 0 && plane < kPlanes) device::wait_stores_read();
+    if (stores()) device::wait_stores_read();
   }
 
  private:
+  // Of the warps that store, which plane of a step.
+  __device__ __forceinline__ static int own_plane() {
+    return int(threadIdx.x) / kWarp - kFirstStorer;
+  }
+  __device__ __forceinline__ static bool stores() {
+    return own_plane() >= 0 && own_plane() < kPlanes;
+  }
   // Elements behind a multiple of 16 bytes at which a plane's outputs begin.
   __device__ __forceinline__ int lead_of(int plane) const {
     return (lead_ + plane * plane_elements_) & (kVector - 1);
@@ -175,6 +192,8 @@ class NormalizedOutputs {
     if (lane == 0 && middle > 0) {
       device::bulk_store(target + head, address_ + uint32_t(begin + head) * uint32_t(sizeof(T)),
                          uint32_t(middle) * uint32_t(sizeof(T)));
+    } else {
+      device::commit_stores();
     }
     int const i = lane < kVector ? lane : length_ - tail + lane - kVector;
     if (lane < kVector ? lane < head : i < length_) target[i] = staged_[begin + i];

@@ -21,7 +21,7 @@ struct Params {
   int parts, cluster, block_parts;  // block_parts: of the parts of an instance, a block's
   int part_begin[kMostParts + 1];   // planes of the input
   int lines, tiles;
-  int slot_elements, span_elements;
+  int slot_elements, span_elements, slots, buffers;
   cutlass::FastDivmod runs, pitch, channels;
 
   static Params of(Arguments const& a, int cluster) {
@@ -48,6 +48,8 @@ struct Params {
     p.tiles = s.tiles;
     p.slot_elements = s.slot_elements;
     p.span_elements = s.span_elements;
+    p.slots = s.slots;
+    p.buffers = s.buffers;
     p.runs = cutlass::FastDivmod(s.runs);
     p.pitch = cutlass::FastDivmod(s.pitch);
     p.channels = cutlass::FastDivmod(c.groups);

@@ -60,7 +60,7 @@ class Ring {
       device::fence_async_proxy();  // another tile's copies may write there
     }
 #pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) issue();
+    for (int i = 0; i < p_.slots; ++i) issue();
     __syncthreads();
   }
 
@@ -81,7 +81,7 @@ class Ring {
     }
     source_ += plane_elements_;
     --left_;
-    write_slot_ = write_slot_ + 1 == kSlots ? 0 : write_slot_ + 1;
+    write_slot_ = write_slot_ + 1 == p_.slots ? 0 : write_slot_ + 1;
   }
 
   // The next plane's two lines of the unit.
@@ -90,7 +90,7 @@ class Ring {
     T const* const source = slots_ + cursor_.stage * p_.slot_elements + unit.source;
     load_line(source, unit.has_next, lines[0]);
     load_line(source + p_.pitch.divisor, unit.has_next, lines[1]);
-    cursor_.advance(kSlots);
+    cursor_.advance(p_.slots);
   }
 
  private:
@@ -113,7 +113,7 @@ class Ring {
   // The line behind a plane's last one.
   __device__ __forceinline__ void clear_line(int line) const {
     int const pitch = p_.pitch.divisor;
-    for (int i = int(threadIdx.x); i < kSlots * pitch; i += kThreads) {
+    for (int i = int(threadIdx.x); i < p_.slots * pitch; i += kThreads) {
       int slot, x;
       p_.pitch(slot, x, i);
       slots_[slot * p_.slot_elements + line * pitch + x] = device::from_float<T>(0.0f);

@@ -10,6 +10,7 @@ namespace fusedconv::conv::depthwise {
 namespace {
 
 constexpr int64_t kMostPixels = int64_t(1) << 30;  // of a channel
+constexpr int kSystemBytes = 1024;                 // of a block's shared memory
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -67,8 +68,16 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   s.slot_elements = int(round_up(int64_t(s.lines + 1) * s.pitch, vector));
   // Lines of outputs begin anywhere: a vector more holds what comes before whole 16 bytes.
   s.span_elements = int(round_up(int64_t(kStride) * s.lines * p.axes[2].output, vector)) + vector;
-  s.shared_bytes =
-      kBarrierBytes + kMomentsBytes + (kSlots * s.slot_elements + kSpans * s.span_elements) * size;
+  auto const bytes = [&](int slots, int buffers) {
+    return kBarrierBytes + kMomentsBytes +
+           (slots * s.slot_elements + buffers * kPlanes * s.span_elements) * size;
+  };
+  // Of a block of as many as a multiprocessor has, each with what the system takes.
+  int const room = (device.shared_bytes + kSystemBytes) / kResident - kSystemBytes;
+  s.buffers = bytes(kLeastSlots, kMostBuffers) <= room ? kMostBuffers : kLeastBuffers;
+  s.slots = kLeastSlots;
+  while (s.slots < kMostSlots && bytes(s.slots + 1, s.buffers) <= room) ++s.slots;
+  s.shared_bytes = bytes(s.slots, s.buffers);
   if (s.shared_bytes > device.shared_bytes) {
     return refused(detail::join("a tile takes ", s.shared_bytes, " bytes of shared memory, ",
                                 device.shared_bytes, " are there"));

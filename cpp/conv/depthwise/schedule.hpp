@@ -37,11 +37,14 @@ inline constexpr int kPadding = 1;
 inline constexpr int kRun = 4;                      // inputs along width of a thread
 inline constexpr int kRunOutputs = kStride * kRun;  // of a line
 inline constexpr int kMostWidth = kThreads * kRun;  // a tile has whole lines
-inline constexpr int kSlots = 3;                    // planes of the input in shared memory
-inline constexpr int kSpans = 4;                    // planes of outputs there, of two steps
+inline constexpr int kPlanes = kStride;             // of outputs, of a step
+// In shared memory: planes of the input, and steps whose outputs lie there. Copies of either kind
+// wait for those in front, of outputs mostly: more are on their way where there is room.
+inline constexpr int kLeastSlots = 3, kMostSlots = 8;
+inline constexpr int kLeastBuffers = 2, kMostBuffers = 3;
 inline constexpr int kMostParts = 4;
 // The barriers of the slots, and moments of each part: of every warp, and merged.
-inline constexpr int kBarrierBytes = 32;
+inline constexpr int kBarrierBytes = kMostSlots * 8;
 inline constexpr int kMomentsBytes = kMostParts * (kWarps + 1) * 16;
 
 using Problem = TransposedProblem;
@@ -55,6 +58,7 @@ struct Schedule {
   bool bulk = false;  // whether a tile's lines of a plane are one bulk copy
   // In shared memory, in elements: a line of the input, a tile's lines of a plane, and its outputs.
   int pitch = 0, slot_elements = 0, span_elements = 0;
+  int slots = 0, buffers = 0;
   int shared_bytes = 0;
 
   // Planes of the input before a part.

@@ -2,6 +2,7 @@
 // normalisation of pixels, activation, and the output.
 #pragma once
 
+#include "conv/activate.hpp"
 #include "conv/round_each.hpp"
 #include "conv/sm90/boxes/columns.hpp"
 #include "conv/sm90/boxes/linear.hpp"
@@ -30,8 +31,11 @@ __device__ __forceinline__ void finish(Params const& p, Maps const& maps, Block 
   };
   auto const activate = [&] {
     dispatch_activation(p.activation, [&](auto form) {
-      for_each_sum<Traits>(sums,
-                           [](float& sum) { sum = device::quick_value<decltype(form)>(sum); });
+      using Form = decltype(form);
+      for_each_sum<Traits>(sums, [](float& sum) {
+        sum = kExtra == Extra::kTakesMoments ? device::quick_value<Form>(sum)
+                                             : last_activated<typename Traits::Element, Form>(sum);
+      });
     });
   };
   if constexpr (kExtra == Extra::kTakesMoments) {

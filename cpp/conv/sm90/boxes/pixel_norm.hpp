@@ -1,6 +1,7 @@
 // LayerNorm over the channels of each pixel, which a block has.
 #pragma once
 
+#include "conv/activate.hpp"
 #include "conv/sm90/boxes/columns.hpp"
 #include "conv/sm90/boxes/linear.hpp"
 #include "conv/sm90/boxes/stores.hpp"
@@ -148,7 +149,9 @@ __device__ __forceinline__ void finish_pixels(Params const& p, Maps const& maps,
         });
     dispatch_activation(p.activation, [&](auto form) {
 #pragma unroll
-      for (float& value : own) value = device::quick_value<decltype(form)>(value);
+      for (float& value : own) {
+        value = last_activated<typename Traits::Element, decltype(form)>(value);
+      }
     });
     unsigned char* const to = staged + portion % kStaged * Memory::kPortionBytes;
     // The copies of the portion that lay here have read it.

@@ -1,8 +1,8 @@
 // From sums to outputs and to moments.
 //
 // Of a warp's sixteen positions, two lines of eight, lane 4 r + t has position r of both lines, and
-// of each phase the channels that channel_of() says: sum 4 j + 2 line + half of a phase is of its
-// column 8 j + 2 t + half.
+// of each phase of a plane the channels that channel_of() says: sum 4 j + 2 line + half of a phase
+// is of its column 8 j + 2 t + half.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,10 @@ namespace fusedconv::conv::sm90::phases {
 template <class Traits>
 class Outputs {
   using T = typename Traits::Element;
-  static constexpr int kChannels = Traits::kChannels, kPhases = Traits::kPhases;
+  static constexpr int kChannels = Traits::kChannels, kConsumers = Traits::kConsumers;
   static constexpr int kEights = Traits::kEights, kPhaseSums = Traits::kPhaseSums;
   static constexpr int kWhole = kChannels / 32;  // of which a lane has eight channels each
   static constexpr int kPairs = kEights / 2;
-  // Of finish(), each for half of the phases: pairs of those along width.
-  static constexpr int kPasses = 2, kPassPairs = kPhases / 2 / kPasses;
-  static constexpr int kPassSums = 2 * kPassPairs * kPhaseSums;
   static constexpr bool kHalf = kChannels % 32 != 0;
   static constexpr int kBlocks = kWhole + kHalf;
   static constexpr uint32_t kAll = (1u << 2 * kPhases) - 1;
@@ -42,6 +39,8 @@ class Outputs {
         thread_(int(threadIdx.x) % kWarpgroup),
         lane_(int(threadIdx.x) % 32),
         first_channel_(int(blockIdx.x) % p.channel_blocks * kChannels) {
+    // Else they are asked for anew wherever they are needed.
+    asm volatile("" : "+r"(thread_), "+r"(lane_));
     if (thread_ < kChannels) {
       int const channel = first_channel_ + thread_;
       bool const present = p.bias != nullptr && channel < p.own_channels;
@@ -74,30 +73,28 @@ class Outputs {
       values_.shift[thread_] = fmaf(-mean, own.scale, own.shift);
     }
     sync();
-  }
-
-  // Maps, activates and stores a tile's sums, one half of the phases after the other by the same
-  // instructions: those for all would be fetched more slowly than they are executed. The map takes
-  // the other half's sums to where the first one's were, so that they are not moved besides.
-  __device__ __forceinline__ void finish(Sums const& sums) const {
-    float own[kPassSums];
-    map<0>(sums, own);
-#pragma unroll 1
-    for (int pass = 0;;) {
-      activate<T>(p_.activation, own);
+    // Kept in registers: products of others keep shared memory busy.
+    uint32_t const scale = device::shared_address(values_.scale);
+    uint32_t const shift = device::shared_address(values_.shift);
 #pragma unroll
-      for (int pair = 0; pair < kPassPairs; ++pair) store(own, pass, pair);
-      if (++pass == kPasses) break;
-      map<1>(sums, own);
+    for (int two = 0; two < kPairs; ++two) {
+      uint32_t const at = uint32_t(own_channel(2 * two)) * uint32_t(sizeof(float));
+      scales_[two] = device::load_quad(scale + at);
+      shifts_[two] = device::load_quad(shift + at);
     }
   }
 
-  // Where a tile lies, for what follows.
-  __device__ __forceinline__ void place(int sample, Origin const& origin) {
-    int const d = kStride * origin.d, w = kStride * (origin.w + lane_ / 4);
+  // Maps, activates and stores a plane's sums. The activation is chosen around all of it, so that
+  // stores are spread among the arithmetic.
+  __device__ __forceinline__ void finish(Sums const& sums) const {
+    dispatch_activation(p_.activation, [&](auto form) { finish_by<decltype(form)>(sums); });
+  }
+
+  // Where a plane of a tile lies, for what follows.
+  __device__ __forceinline__ void place(int sample, Origin const& origin, int plane) {
+    int const d = kStride * origin.d + plane, w = kStride * (origin.w + lane_ / 4);
     int const h = kStride * (origin.h + thread_ / 32 * 2);
-    bool const whole = d + 1 < p_.outputs[0] + (Traits::kShape.axes < kMaxAxes) &&
-                       kStride * (origin.h + kEdge) <= p_.outputs[1] &&
+    bool const whole = d < p_.outputs[0] && kStride * (origin.h + kEdge) <= p_.outputs[1] &&
                        kStride * (origin.w + kEdge) <= p_.outputs[2];
     within_ = kAll;
     if (!whole) {
@@ -106,7 +103,7 @@ class Outputs {
       for (int line = 0; line < 2; ++line) {
 #pragma unroll
         for (int phase = 0; phase < kPhases; ++phase) {
-          bool const present = d + has(phase, kDepth) < p_.outputs[0] &&
+          bool const present = d < p_.outputs[0] &&
                                h + kStride * line + has(phase, kHeight) < p_.outputs[1] &&
                                w + has(phase, kWidth) < p_.outputs[2];
           within_ |= uint32_t(present) << (line * kPhases + phase);
@@ -136,7 +133,7 @@ class Outputs {
     }
   }
 
-  // Of a tile's values; the first value of each channel in the part is its pivot.
+  // Of a plane's values; the first value of each channel in the part is its pivot.
   __device__ __forceinline__ void add_moments(Sums const& sums, bool first) {
     if (first) {
       if (thread_ < 4) {
@@ -149,6 +146,8 @@ class Outputs {
         }
       }
       sync();
+#pragma unroll
+      for (int j = 0; j < kEights; ++j) pivots_[j] = pair_of(values_.pivot, j);
     }
     if (__all_sync(~0u, within_ == kAll)) {
       add<true>(sums);
@@ -226,72 +225,45 @@ class Outputs {
   __device__ __forceinline__ bool within(int phase, int line) const {
     return within_ >> (line * kPhases + phase) & 1;
   }
-  // The map of a pass's sums. Of a lane's channels four at a time, neighbours in sixteen columns,
-  // and what maps the next four is asked for meanwhile.
-  template <int kPass>
-  __device__ __forceinline__ void map(Sums const& sums, float (&own)[kPassSums]) const {
-    uint32_t const scale = device::shared_address(values_.scale);
-    uint32_t const shift = device::shared_address(values_.shift);
-    float4 scales[2], shifts[2];
-    auto const load = [&](int two) {
-      uint32_t const at = own_channel(2 * two) * uint32_t(sizeof(float));
-      scales[two % 2] = device::load_quad(scale + at);
-      shifts[two % 2] = device::load_quad(shift + at);
-    };
-    load(0);
+  template <class Form>
+  __device__ __forceinline__ void finish_by(Sums const& sums) const {
+    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
 #pragma unroll
-    for (int two = 0; two < kPairs; ++two) {
-      if (two + 1 < kPairs) load(two + 1);
-      float4 const &a = scales[two % 2], &b = shifts[two % 2];
+    for (int line = 0; line < 2; ++line) {
 #pragma unroll
-      for (int phase = 0; phase < 2 * kPassPairs; ++phase) {
-#pragma unroll
-        for (int line = 0; line < 2; ++line) {
-          int const first = index(phase, 2 * two, line), next = index(phase, 2 * two + 1, line);
-          float const* const from = sums + kPass * kPassSums;
-          own[first] = fmaf(from[first], a.x, b.x);
-          own[first + 1] = fmaf(from[first + 1], a.y, b.y);
-          own[next] = fmaf(from[next], a.z, b.z);
-          own[next + 1] = fmaf(from[next + 1], a.w, b.w);
-        }
+      for (int phase = 0; phase < kPhases; ++phase) {
+        int const y = kStride * line + has(phase, kHeight), x = has(phase, kWidth);
+        store<Form>(sums, phase, line, output_ + (y * line_elements + x * p_.output_channels));
       }
     }
   }
 
-  // Two phases that are neighbours along width. A lane's channels are whole 16 bytes, or half of
-  // them of those that are left.
-  __device__ __forceinline__ void store(float const (&own)[kPassSums], int pass, int pair) const {
-    int64_t const line_elements = int64_t(p_.outputs[2]) * p_.output_channels;
-    int64_t const plane_elements = line_elements * p_.outputs[1];
-    int const even = 2 * (pass * kPassPairs + pair);
-    T* const first =
-        output_ + ((even & kDepth ? plane_elements : 0) + (even & kHeight ? line_elements : 0));
+  // Two neighbouring channels of a pixel, mapped, activated and rounded.
+  template <class Form>
+  __device__ __forceinline__ uint32_t finished(Sums const& sums, int phase, int j, int line) const {
+    float4 const &a = scales_[j / 2], &b = shifts_[j / 2];
+    float const* const from = sums + index(phase, j, line);
+    bool const second = j % 2;
+    float const x = fmaf(from[0], second ? a.z : a.x, second ? b.z : b.x);
+    float const y = fmaf(from[1], second ? a.w : a.y, second ? b.w : b.y);
+    return device::from_pair<T>(last_activated<T, Form>(x), last_activated<T, Form>(y));
+  }
+
+  // A lane's channels of a pixel: whole 16 bytes, or half of them of those that are left.
+  template <class Form>
+  __device__ __forceinline__ void store(Sums const& sums, int phase, int line, T* pixel) const {
+    uint32_t const bit = 1u << (line * kPhases + phase);
+    auto const two = [&](int j) { return finished<Form>(sums, phase, j, line); };
 #pragma unroll
-    for (int line = 0; line < 2; ++line) {
-#pragma unroll
-      for (int ahead = 0; ahead < 2; ++ahead) {
-        T* const pixel = first + (kStride * line * line_elements + ahead * p_.output_channels);
-        uint32_t const bit = 1u << (line * kPhases + 2 * pair + ahead);
-        auto const present = [&](int block) {
-          return stored_[block] >> 2 * kPassPairs * pass & bit;
-        };
-        auto const packed = [&](int j) {
-          int const i = index(2 * pair + ahead, j, line);
-          return device::Pack<T, 2>::of({own[i], own[i + 1]}).bits[0];
-        };
-#pragma unroll
-        for (int block = 0; block < kWhole; ++block) {
-          int const j = block * 4;
-          store_vector(pixel + block * 32,
-                       uint4{packed(j), packed(j + 1), packed(j + 2), packed(j + 3)},
-                       present(block));
-        }
-        if constexpr (kHalf) {
-          int const j = kEights - 2;
-          store_vector(pixel + (kWhole * 32 - lane_ % 4 * (kVector / 2)),
-                       uint2{packed(j), packed(j + 1)}, present(kWhole));
-        }
-      }
+    for (int block = 0; block < kWhole; ++block) {
+      int const j = block * 4;
+      store_vector(pixel + block * 32, uint4{two(j), two(j + 1), two(j + 2), two(j + 3)},
+                   stored_[block] & bit);
+    }
+    if constexpr (kHalf) {
+      int const j = kEights - 2;
+      store_vector(pixel + (kWhole * 32 - lane_ % 4 * (kVector / 2)), uint2{two(j), two(j + 1)},
+                   stored_[kWhole] & bit);
     }
   }
 
@@ -321,7 +293,7 @@ class Outputs {
   __device__ __forceinline__ void add(Sums const& sums) {
 #pragma unroll
     for (int j = 0; j < kEights; ++j) {
-      float2 const pivot = pair_of(values_.pivot, j);
+      float2 const& pivot = pivots_[j];
       int const side = j % 2 * 2;
       float (&own)[8] = totals_[j / 2];
 #pragma unroll
@@ -348,7 +320,9 @@ class Outputs {
   uint32_t within_ = 0;       // bits of lines and phases
   uint32_t stored_[kBlocks];  // the same of those that have channels
   T* output_ = nullptr;
-  int count_ = 0;            // of values, of moments
+  float4 scales_[kPairs], shifts_[kPairs];  // of each four channels of the lane
+  int count_ = 0;                           // of values, of moments
+  float2 pivots_[kEights];                  // of the lane's channels
   float totals_[kPairs][8];  // of each four channels their sums, then sums of squares
 };
 

@@ -16,8 +16,9 @@ constexpr int kThreads = 128;
 
 struct Order {
   FilterSource source;
-  int axes, channels;                             // of a block
-  cutlass::FastDivmod by_tap, by_step, by_block;  // vectors, taps and steps of 16 input channels
+  int axes, channels;                              // of a block
+  int steps;                                       // of 16 input channels
+  cutlass::FastDivmod by_tap, by_round, by_block;  // vectors, products and rounds
   int64_t vectors;
 };
 
@@ -25,21 +26,24 @@ struct Order {
 // with a phase's columns in turn.
 __global__ void __launch_bounds__(kThreads)
     pack_filter_kernel(__grid_constant__ Order const order, uint16_t const* weight, uint4* filter) {
-  constexpr Products<2> kFlat;
-  constexpr Products<3> kDeep;
+  constexpr Products kProductsOfRound;
   device::release_early();
   int const i = int(blockIdx.x) * kThreads + int(threadIdx.x);
   if (i >= order.vectors) return;
-  int number, at, product, step, block;
+  int number, at, product, block;
   order.by_tap(number, at, i);
-  order.by_step(number, product, number);
-  order.by_block(block, step, number);
-  auto const [neighbour, phase] = order.axes == 3 ? kDeep.values[product] : kFlat.values[product];
+  order.by_round(number, product, number);
+  order.by_block(block, number, number);
+  auto const [depth, step] = round_of(number, order.steps);
+  auto const [own_neighbour, own_phase] = kProductsOfRound.values[product];
+  int const neighbour = own_neighbour | depth_product(depth).neighbour;
+  int const phase = own_phase | depth_product(depth).phase;
   int const half = at / order.channels, column = at % order.channels;
   int const channel = block * order.channels + channel_of(column, order.channels);
   FilterSource const& f = order.source;
   auto const tap = [phase, neighbour](int bit) { return tap_of(phase & bit, neighbour & bit); };
-  int64_t const first = channel * f.stride_k + (order.axes == 3 ? tap(kDepth) * f.stride_t : 0) +
+  int64_t const first = channel * f.stride_k +
+                        (order.axes == kMaxAxes ? tap(kDepth) * f.stride_t : 0) +
                         tap(kHeight) * f.stride_r + tap(kWidth) * f.stride_s;
   int const c0 = step * kStepChannels + half * kVector;
   uint16_t values[kVector] = {};
@@ -62,9 +66,10 @@ void pack_filter(Config const& config, FilterSource const& source, void const* w
   Order const order{.source = source,
                     .axes = shape.axes,
                     .channels = shape.channels,
+                    .steps = s.steps,
                     .by_tap = cutlass::FastDivmod(tap_vectors),
-                    .by_step = cutlass::FastDivmod(shape.taps()),
-                    .by_block = cutlass::FastDivmod(s.steps),
+                    .by_round = cutlass::FastDivmod(kProducts),
+                    .by_block = cutlass::FastDivmod(s.steps * shape.depth_products()),
                     .vectors = s.filter_bytes / 16};
   conv::check_launch(
       config, 1, "launch of the pass that packs the filter",

@@ -91,8 +91,8 @@ struct Parts {
     locate(p);
   }
   __device__ __forceinline__ bool present() const { return number < count; }
-  __device__ __forceinline__ void advance(Params const& p) {
-    number += step;
+  __device__ __forceinline__ void advance(Params const& p, int ahead = 1) {
+    number += ahead * step;
     locate(p);
   }
 

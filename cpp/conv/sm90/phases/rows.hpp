@@ -69,11 +69,11 @@ struct Config {
   std::string reads() const { return "nhwc"; }
   MathTraits const& traits() const { return traits_of(row->math); }
   // Partial moments of a channel in a sample.
-  int64_t partial_slots() const { return int64_t(schedule.parts) * kConsumers; }
+  int64_t partial_slots() const { return int64_t(schedule.parts) * row->shape.consumers(); }
 };
 
-// A weight [C, K, T, R, S] to what the instructions read: for each block of channels and 16 input
-// channels the columns of each run.
+// A weight [C, K, T, R, S] to what the instructions read: for each block of channels and each round
+// the columns of each product.
 void pack_filter(Config const& config, FilterSource const& source, void const* weight, void* filter,
                  cudaStream_t stream);
 

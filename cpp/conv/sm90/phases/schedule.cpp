@@ -71,12 +71,14 @@ Schedule schedule_of(TransposedProblem const& p, Shape const& shape, Math math,
   s.steps = int(ceil_div(p.channels, kStepChannels));
   s.halo_rows = kHaloEdge * kHaloEdge * (deep ? 2 : 1);
   s.stage_bytes = int(round_up(s.halo_rows * kRowBytes, kStageAlignment));
-  s.values_bytes = values_bytes(shape.channels);
+  s.values_bytes = values_bytes(shape);
   s.kept_bytes = s.steps * shape.taps() * shape.channels * kStepChannels * 2;
   s.ring_offset = int(round_up(s.kept_bytes, kStageAlignment));
   int const room = device.shared_bytes - kBarrierBytes - s.values_bytes - s.ring_offset;
   s.stages = std::min(kMostStages, room / s.stage_bytes);
-  if (s.stages < kLeastStages) {
+  // Consumers of a tile's planes free its stages together, and who has the second waits for its
+  // turn until the first's stages are all full.
+  if (s.stages < std::max(kLeastStages, deep ? s.chunks : 0)) {
     return refused(detail::join("filters of ", p.channels, " channels have no room beside a ring"));
   }
   s.filter_bytes = int64_t(s.kept_bytes) * s.channel_blocks;

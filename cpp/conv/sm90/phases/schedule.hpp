@@ -3,10 +3,14 @@
 //
 // Outputs 2 q and 2 q + 1 of each axis are of one position q: along an axis the even one meets one
 // input, the odd one this and the next. So all sub-pixel phases of a box of positions together read
-// two inputs an axis, its neighbours. A group of four warps has sums of all phases at once and
-// multiplies the inputs of each neighbour by the filter's tap of each phase that meets it. The
-// filter stays in shared memory; boxes of the input with a halo come by tensor copies, once for all
-// neighbours and phases.
+// two inputs an axis, its neighbours. A group of four warps has sums of the four phases along
+// height and width at once and multiplies the inputs of each neighbour by the filter's tap of each
+// phase that meets it. The filter stays in shared memory; boxes of the input with a halo come by
+// tensor copies, once for all neighbours and phases.
+//
+// With a depth, a box has two planes of outputs, even and odd, whose sums other groups have: those
+// of both would be twice as many, for which registers of few warps have room, and few do not finish
+// outputs as fast as others multiply.
 //
 // An instruction has the columns of one phase: those of neighbouring phases at once would be wider,
 // but phases that meet one neighbour are others than those that meet another, and ptxas keeps sums
@@ -26,7 +30,6 @@
 namespace fusedconv::conv::sm90::phases {
 
 inline constexpr int kTaps = kDoublingTaps, kStride = kDoublingStride;  // of axes with a stride
-inline constexpr int kConsumers = 2;
 inline constexpr int kEdge = 8;               // positions of a tile along height and width
 inline constexpr int kRows = kEdge * kEdge;   // of one instruction
 inline constexpr int kHaloEdge = kEdge + 1;   // inputs that they read
@@ -34,35 +37,42 @@ inline constexpr int kChunk = 64;             // channels of a copy
 inline constexpr int kRowBytes = kChunk * 2;  // of an input
 inline constexpr int kStepChannels = 16;      // of one instruction
 inline constexpr int kVector = 8;             // channels that are copied or stored at once
-inline constexpr int kLeastStages = kConsumers, kMostStages = 8;
+inline constexpr int kLeastStages = 2, kMostStages = 8;
 inline constexpr int kBarrierBytes = 256;
 inline constexpr int kStageAlignment = 1024;  // of the pattern by which copies exchange 16 bytes
+
+// Bits of a phase, or of a neighbour: width 1, height 2, depth 4.
+inline constexpr int kWidth = 1, kHeight = 2, kDepth = 4;
+// Along height and width: phases, and their products.
+inline constexpr int kPhases = 4, kProducts = kTaps * kTaps;
 
 // What a compiled kernel fixes.
 struct Shape {
   int axes;      // that are not absent: height and width, and depth
   int channels;  // of the output, of a block
 
-  constexpr int phases() const { return 1 << axes; }
-  constexpr int columns() const { return phases() * channels; }
-  constexpr int taps() const { return axes == 3 ? kTaps * kTaps * kTaps : kTaps * kTaps; }
+  // Of outputs, of a tile.
+  constexpr int planes() const { return axes == kMaxAxes ? kStride : 1; }
+  // Of a plane's outputs.
+  constexpr int plane_columns() const { return kPhases * channels; }
+  constexpr int columns() const { return planes() * plane_columns(); }
+  // Products of planes: along depth.
+  constexpr int depth_products() const { return axes == kMaxAxes ? kTaps : 1; }
+  constexpr int taps() const { return depth_products() * kProducts; }
+  // Groups of four warps that multiply: as many as have registers for a plane's sums and for
+  // finishing them.
+  constexpr int consumers() const { return plane_columns() <= 192 ? 3 : 2; }
 };
-
-// Bits of a phase, or of a neighbour: width 1, height 2, depth 4.
-inline constexpr int kWidth = 1, kHeight = 2, kDepth = 4;
 
 // A phase's product with one of its neighbours.
 struct Product {
   int neighbour, phase;
 };
 
-// Of all neighbours in turn. An odd phase meets the next input along an axis too, an even one does
-// not.
-template <int kAxes>
+// Of all neighbours along height and width in turn. An odd phase meets the next input along an axis
+// too, an even one does not.
 struct Products {
-  static constexpr int kPhases = 1 << kAxes;
-  static constexpr int kCount = kAxes == 3 ? kTaps * kTaps * kTaps : kTaps * kTaps;
-  Product values[kCount]{};
+  Product values[kProducts]{};
 
   constexpr Products() {
     int count = 0;
@@ -73,6 +83,23 @@ struct Products {
     }
   }
 };
+
+// Of planes: bits of depth of the even one's only product, and of the odd one's two.
+constexpr Product depth_product(int number) {
+  return {number == 2 ? kDepth : 0, number > 0 ? kDepth : 0};
+}
+
+// All products of 16 channels along height and width by one along depth, as the packed filter has
+// them one behind the other.
+struct Round {
+  int depth_product, step;
+};
+
+// The even plane's, then the odd one's, both of each step.
+constexpr Round round_of(int number, int steps) {
+  if (number < steps) return {0, number};
+  return {1 + (number - steps) % 2, (number - steps) / 2};
+}
 
 // The tap of a phase by which it meets a neighbour, along an axis whose bit they have or have not.
 constexpr int tap_of(bool odd, bool next) { return odd ? (next ? 0 : 2) : 1; }

@@ -16,21 +16,21 @@ inline constexpr int kWarpgroup = 128;
 template <Math kMath, Shape kShape_>
 struct Traits {
   static constexpr Shape kShape = kShape_;
-  static constexpr int kChannels = kShape.channels, kPhases = kShape.phases();
-  static constexpr int kSums = kShape.columns() / 2;  // of a thread
+  static constexpr int kChannels = kShape.channels, kPlanes = kShape.planes();
+  static constexpr int kSums = kShape.plane_columns() / 2;  // of a thread
   static constexpr int kPhaseSums = kChannels / 2;
   static constexpr int kEights = kChannels / 8;  // of a phase's columns
-  static constexpr Products<kShape.axes> kProducts{};
   // Rows of channels are both operands.
   using Own = boxes::Instruction<kMath, kChannels, gmma::Major::K, gmma::Major::K>;
   using Element = typename Own::Element;
   using Mma = typename Own::Mma;
 
+  static constexpr int kConsumers = kShape.consumers();
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   // Registers of a thread that multiplies, and of one that copies.
-  static constexpr int kRegisters = 240, kCopyRegisters = 24;
+  static constexpr int kRegisters = kConsumers == 3 ? 160 : 240, kCopyRegisters = 24;
   static_assert((kConsumers * kRegisters + kCopyRegisters) * kWarpgroup <= 65536);
-  static_assert(kChannels % 16 == 0 && kSums <= 192, "sums of two consumers fit their registers");
+  static_assert(kChannels % 16 == 0 && kSums <= kRegisters * 2 / 3, "sums fit registers");
 };
 
 }  // namespace fusedconv::conv::sm90::phases

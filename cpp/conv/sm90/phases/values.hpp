@@ -18,11 +18,11 @@ struct Values {
   float counts[kWarps];
 };
 
-// Of all consumers, for so many channels.
-constexpr int values_bytes(int channels) {
-  int const consumer = ((4 + 2 * kWarps) * channels + kWarps) * int(sizeof(float));
-  return kConsumers * consumer;
+// Of all consumers.
+constexpr int values_bytes(Shape const& shape) {
+  int const consumer = ((4 + 2 * kWarps) * shape.channels + kWarps) * int(sizeof(float));
+  return shape.consumers() * consumer;
 }
-static_assert(values_bytes(32) == kConsumers * int(sizeof(Values<32>)));
+static_assert(values_bytes({.axes = 2, .channels = 32}) == 3 * int(sizeof(Values<32>)));
 
 }  // namespace fusedconv::conv::sm90::phases

@@ -178,7 +178,8 @@ def test_edges_are_not_the_next_samples(precision, force):
 
 @pytest.mark.parametrize("spatial", [(8, 8), (2, 8, 8)])
 def test_gelu_of_every_size(spatial, force):
-    """Of each bfloat16 up to 32, its shorter polynomial is off by less than rounding may be."""
+    """Of each bfloat16 up to 32 its shorter polynomial is off by less than rounding may be, and in
+    the tail by less than torch's tests allow."""
     force("phases_sm90")
     values = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = torch.cat([values[values <= 32], -values[values <= 32]]).cuda()
@@ -198,8 +199,9 @@ def test_gelu_of_every_size(spatial, force):
     actual = output[(..., *[slice(None, None, 2)] * len(spatial))].double()
     exact = F.gelu(x.double())
     step = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126)))) * 2.0**-7
-    allowed = torch.where(x.abs() < 0.5, 5e-4 * exact.abs(), 1e-4)
+    allowed = torch.where(x.abs() < 0.5, 6e-4 * exact.abs(), 2.5e-4)
     assert ((actual - exact).abs() <= 0.5 * step + allowed).all()
+    torch.testing.assert_close(actual, exact, rtol=1.6e-2, atol=1e-5)  # as of bfloat16
 
 
 @PRECISIONS

@@ -32,7 +32,7 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
   constexpr auto kernel = &convolve<Own, kDoes>;
   Schedule const& s = a.config.schedule;
   int64_t const parts = int64_t(a.batch) * parts_of(a);
-  constexpr int64_t kMost = 0x7fffffff - 0x10000;  // a step beyond them is counted to
+  constexpr int64_t kMost = 0x7fffffff - 0x10000;  // a few steps beyond them are counted to
   FUSEDCONV_CHECK(parts <= kMost, a.config.row->name, ": tiles: got ", parts, ", expected at most ",
                   kMost);
   // As many blocks for each block of channels, one of each at least.

@@ -10,7 +10,6 @@ namespace fusedconv::conv::depthwise {
 namespace {
 
 constexpr int64_t kMostPixels = int64_t(1) << 30;  // of a channel
-constexpr int kSystemBytes = 1024;                 // of a block's shared memory
 
 Schedule refused(std::string reason) {
   Schedule result;
@@ -72,8 +71,7 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
     return kBarrierBytes + kMomentsBytes +
            (slots * s.slot_elements + buffers * kPlanes * s.span_elements) * size;
   };
-  // Of a block of as many as a multiprocessor has, each with what the system takes.
-  int const room = (device.shared_bytes + kSystemBytes) / kResident - kSystemBytes;
+  int const room = device.shared_bytes_of(kResident);
   s.buffers = bytes(kLeastSlots, kMostBuffers) <= room ? kMostBuffers : kLeastBuffers;
   s.slots = kLeastSlots;
   while (s.slots < kMostSlots && bytes(s.slots + 1, s.buffers) <= room) ++s.slots;

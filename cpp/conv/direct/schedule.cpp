@@ -13,7 +13,6 @@ namespace {
 
 constexpr int kGoodWeightBytes = 20 << 10;  // of a team
 constexpr int kGoodPixelBytes = 40 << 10;   // of a block, channels last
-constexpr int kBlockBytes = 1 << 10;        // that the system takes of each block's shared memory
 constexpr int kMostOutputs = 16384;         // of a tile
 constexpr int kPixelsOfThread = 32;
 // Channels first, in instructions of a thread: to stage four positions, for an output beside its
@@ -169,7 +168,7 @@ Schedule planes(Schedule s, Problem const& p, int element, Device const& device)
   double const unit_cost =
       kUnitCost + s.unit_channels * s.rows * s.run * (kOutputCost + products * product_cost);
   int const groups = s.block_channels / s.unit_channels;
-  int64_t const good_bytes = device.shared_bytes / blocks_of(s.unit_channels) - kBlockBytes;
+  int64_t const good_bytes = device.shared_bytes / blocks_of(s.unit_channels) - kSystemSharedBytes;
   double best = std::numeric_limits<double>::max();
   Schedule result = s;
   auto const consider = [&](int d, int h, int w, int64_t most_bytes) {

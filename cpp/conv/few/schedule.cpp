@@ -10,8 +10,7 @@
 namespace fusedconv::conv::few {
 namespace {
 
-constexpr int kBlockBytes = 1 << 10;  // that the system takes of each block's shared memory
-constexpr int kMostPlanes = 16;       // of a block, where there are blocks enough
+constexpr int kMostPlanes = 16;  // of a block, where there are blocks enough
 constexpr int kMostLines = 16;
 // Of a plane's inputs and barriers, in units of a warp, where its outputs are staged beside those
 // of the plane before, and where they wait for these.
@@ -118,7 +117,7 @@ Schedule schedule_of(Problem const& p, Math math, Device const& device) {
   int best = 0, buffers = 0;
   double least = 0.0;
   for (int blocks = blocks_of(math); blocks > 0 && best == 0; --blocks) {
-    int64_t const most = device.shared_bytes / blocks - (blocks > 1 ? kBlockBytes : 0);
+    int64_t const most = device.shared_bytes / blocks - (blocks > 1 ? kSystemSharedBytes : 0);
     for (int const each : {2, 1}) {
       bool const waits = each == 1 && p.axes[0].output > 1;
       if (each == 2 && p.axes[0].output == 1) continue;

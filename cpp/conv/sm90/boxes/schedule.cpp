@@ -414,8 +414,7 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
     }
   }
   s.stages = kMostStages;
-  int const most_bytes =
-      (device.shared_bytes + Memory::kReservedBytes) / shape.residents - Memory::kReservedBytes;
+  int const most_bytes = device.shared_bytes_of(shape.residents);
   while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end > most_bytes)
     --s.stages;
   s.stages -= s.stages % shape.producers();

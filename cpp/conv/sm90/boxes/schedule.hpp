@@ -194,7 +194,6 @@ struct Memory {
   static constexpr int kBarrierBytes = 256;
   static constexpr int kColumnBytes = 20;  // of a column's values, where they have their own place
   static constexpr int kPortionBytes = kSlab * kChunkBytes;  // of what a consumer stages
-  static constexpr int kReservedBytes = 1024;                // of a multiprocessor, for each block
   int ring = 0, kept = 0, staged = 0, values = 0, barriers = 0, end = 0;
 
   static Memory of(Shape const& shape, int stages, int kept_bytes, int halo_bytes) {

@@ -23,6 +23,7 @@ constexpr int values_bytes(Shape const& shape) {
   int const consumer = ((4 + 2 * kWarps) * shape.channels + kWarps) * int(sizeof(float));
   return shape.consumers() * consumer;
 }
-static_assert(values_bytes({.axes = 2, .channels = 32}) == 3 * int(sizeof(Values<32>)));
+static_assert(values_bytes({.axes = 2, .channels = 32}) ==
+              Shape{.axes = 2, .channels = 32}.consumers() * int(sizeof(Values<32>)));
 
 }  // namespace fusedconv::conv::sm90::phases

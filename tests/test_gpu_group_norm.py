@@ -84,12 +84,12 @@ def serves(
             for threads in (32, 128, 512)
         )
     # Slots of 16 KiB beside the channels' weights and biases, one of which stays free.
-    if channels_last or pixels % vector or capability != (9, 0):
+    if channels_last or group % vector or pixels < vector or capability != (9, 0):
         return False
     chunks = math.ceil(group / vector / 1024)
     blocks = min(multiprocessors, 160, shape[0] * groups * chunks)
     table = math.ceil(channels * 8 / 128) * 128
-    slots = min(13, ((227 << 10) - table - (2 << 10)) // (16 << 10))
+    slots = min(13, ((227 << 10) - table - (10 << 10)) // (16 << 10))
     return math.ceil(chunks / blocks) < slots
 
 
@@ -106,6 +106,9 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
     stages = (
         (dtype, None, "act_norm"),
         (None, "gelu", "act_norm"),
+        (dtype, "relu", "act_norm"),
+        (dtype, "silu", "act_norm"),
+        (dtype, "gelu_tanh", "act_norm"),
         (dtype, "gelu", "norm_act"),
         (dtype, "silu", "norm_act"),
     )

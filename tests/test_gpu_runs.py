@@ -11,6 +11,7 @@ import torch
 from gpu_checks import FEWEST_NORMALISED_VALUES, fused_against_fp64
 from reference import ACTIVATIONS, ORDERS
 
+from fusedconv import selection
 from fusedconv.benchmark import DTYPES
 from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda import convolution
@@ -88,6 +89,36 @@ def test_random_problems(kernel, force, monkeypatch):
             continue
         # Where it does not serve one, the filter or a stage does not fit; other problems follow.
         served += fused_against_fp64(case, dtype, precision)
+
+
+@pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)
+def test_norms_in_a_pass_behind(kernel, force, monkeypatch):
+    """The convolution stores what it is before the activation; one pass does the rest, wherever it
+    can, also where it would not be chosen."""
+    streamed = []
+
+    def streams_norm(row, problem, device):
+        streamed.append(row.can_stream_norm(problem, device))
+        return streamed[-1]
+
+    precision = kernel.precision
+    force(kernel.name)
+    monkeypatch.setattr(type(kernel), "streams_norm", streams_norm)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
+    generator = random.Random(f"{kernel.name} behind")
+    selection.clear_cache()
+    served = 0
+    while served < RANDOM_PROBLEMS:
+        case = random_problem(kernel, generator)
+        values = case["batch"] * case["out"] * math.prod(case["spatial"])
+        # A ReLU may leave a small part of them.
+        if not case["groups"] or values < 8 * FEWEST_VALUES:
+            continue
+        streamed.clear()
+        fused_against_fp64(case, DTYPES[precision], precision)
+        served += any(streamed)
+    monkeypatch.undo()
+    selection.clear_cache()
 
 
 def what_follows(kernel, **arguments) -> dict:

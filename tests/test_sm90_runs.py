@@ -318,6 +318,35 @@ def test_system_1_takes_no_scratch_tensor():
 
 
 @pytest.mark.parametrize(
+    ("changes", "streams"),
+    [
+        ({}, False),
+        ({"save": True}, True),
+        ({"save": True, "batch": 1}, False),  # a launch takes longer than it gains
+        ({"conv": geometry_of(torch.empty(64, 32, 3, 3))}, True),
+        ({"conv": geometry_of(torch.empty(64, 32, 3, 3)), "batch": 1, "spatial": (32, 32)}, False),
+        ({"conv": geometry_of(torch.empty(64, 40, 3, 3))}, False),
+    ],
+)
+def test_what_follows_is_one_pass_where_the_epilogue_would_take_longer(changes, streams):
+    """With half of a block's channels empty, and where a pass activates anyway."""
+    kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
+    asked = replace(system_1("tf32"), **changes)
+    assert kernel.streams_norm(asked, H200) is streams
+    *_, convolving, last = kernel.compile(asked, H200).steps
+    assert ("gelu + moments + normalize in one pass" in last) is streams
+    assert ("moments" in convolving) is not streams
+
+
+def test_one_pass_takes_less_than_the_epilogue_where_it_is_chosen(monkeypatch):
+    kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
+    asked = replace(system_1("tf32"), conv=geometry_of(torch.empty(64, 16, 3, 3)))
+    one_pass = kernel.cost(asked, H200)
+    monkeypatch.setattr(type(kernel), "streams_norm", lambda *_: False)
+    assert 0 < one_pass < kernel.cost(asked, H200)
+
+
+@pytest.mark.parametrize(
     ("batch", "spatial", "merges"),
     [(1, (32, 32), True), (2, (64, 64), True), (128, (32, 32), False), (1, (512, 512), False)],
 )

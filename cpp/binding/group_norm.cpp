@@ -62,8 +62,11 @@ void bind_one_pass(py::module_& room) {
   py::class_<StreamedConfig>(room, "StreamedConfig",
                              "How the shared memory of all multiprocessors holds groups.")
       .def_readonly("support", &StreamedConfig::support)
-      .def_property_readonly("blocks",
-                             [](StreamedConfig const& config) { return config.stream.blocks; });
+      .def_property_readonly(
+          "blocks", [](StreamedConfig const& config) { return config.stream.blocks; },
+          "Of a team, each of which has units of its own.")
+      .def_property_readonly("teams",
+                             [](StreamedConfig const& config) { return config.stream.teams; });
   room.def("streamed_config", &streamed_config, py::arg("problem"), py::kw_only(),
            py::arg("aligned"), py::arg("device"), "aligned: addresses are multiples of 16 bytes.");
   bind_one_pass_step<NormalizeStreamed, StreamedConfig>(

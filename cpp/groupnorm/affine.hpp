@@ -14,8 +14,8 @@ namespace fusedconv::groupnorm {
 
 // What a kernel knows of the activations when it is compiled: that there are none, that there may
 // be any, which it calls, or the only one, in front or behind, GELU and SiLU in their quick forms:
-// calls would take longer than memory there. GELU in front is known in its own form too. Kernels
-// that know the first two alone take a bool.
+// calls would take longer than memory there. GELU in front and SiLU behind are known in their
+// own forms too. Kernels that know the first two alone take a bool.
 enum KnownActivations : int {
   kNoActivation = false,
   kAnyActivation = true,
@@ -25,7 +25,8 @@ enum KnownActivations : int {
   kQuickSiluAfter,
   kReluBefore,
   kReluAfter,
-  kGeluBefore
+  kGeluBefore,
+  kSiluAfter
 };
 
 inline KnownActivations known_activations(GroupNormProblem const& p) {
@@ -41,6 +42,7 @@ inline KnownActivations known_activations(GroupNormProblem const& p) {
       break;
     case Activation::kSilu:
       if (p.quick()) return first ? kQuickSiluBefore : kQuickSiluAfter;
+      if (!first) return kSiluAfter;
       break;
     default: break;
   }
@@ -71,6 +73,8 @@ template <>
 struct Known<kReluAfter> : KnownForms<void, activations::Relu> {};
 template <>
 struct Known<kGeluBefore> : KnownForms<activations::Gelu, void, false> {};
+template <>
+struct Known<kSiluAfter> : KnownForms<void, activations::Silu, false> {};
 
 // Without kActivate both activations are the identity and cost nothing.
 template <bool kActivate>
@@ -157,7 +161,7 @@ template <int kKnown, int kCount>
 __device__ __forceinline__ void activate_after(Affine const& affine, float (&values)[kCount]) {
   using Form = typename Known<kKnown>::After;
   if constexpr (!std::is_void_v<Form>) {
-    apply<Form>(values);
+    apply<Form, Known<kKnown>::kQuick>(values);
   } else if constexpr (kKnown == kAnyActivation) {
     activate_by_call(affine.activation_after, affine.quick, values);
   }

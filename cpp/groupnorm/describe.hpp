@@ -27,7 +27,9 @@ inline std::string join_parts(char const* separator, std::initializer_list<std::
 }
 
 inline std::string place_of(StreamedConfig const& config) {
-  return detail::join("groups in the shared memory of ", config.stream.blocks, " multiprocessors");
+  Stream const& s = config.stream;
+  std::string const each = s.teams > 1 ? detail::join(s.teams, " times ") : "";
+  return detail::join("groups in the shared memory of ", each, s.blocks, " multiprocessors");
 }
 
 }  // namespace fusedconv::groupnorm

@@ -1,11 +1,14 @@
 // Streaming: all multiprocessors together hold a few groups in shared memory, so that each element
 // is read from DRAM once. One block per multiprocessor. The tensor is a sequence of units, a
 // sample's group each, and a unit one of tiles, which are dealt to the blocks in turn; a block's
-// next tiles lie in the stages of a ring. The roles of a block's warps:
-//   1. One thread loads the block's tiles into the ring; of gradients it leaves beside each what
-//      the others would all have to find out.
-//   2. kWorkers threads take the block's share of each unit's statistics, and publish it; of
-//      gradients a warp beside them adds up what they took, and publishes it.
+// next tiles lie in the stages of a ring. Where groups are small, blocks are in teams, and units
+// are dealt to the teams: what follows a block's last tile of a unit takes as long as some tiles.
+// The roles of a block's warps:
+//   1. One thread loads the block's tiles into the ring, and leaves beside each what the others
+//      would all have to find out.
+//   2. kWorkers threads take the block's share of each unit's statistics, and publish it; where an
+//      activation is in front, they replace each tile by what it gives. A warp beside them adds up
+//      what they took, and publishes it.
 //   3. Merging warps wait for all blocks' shares of a unit, and merge them in the same order in
 //      every block.
 //   4. kWorkers threads read each tile once more, and replace it by its result; of gradients
@@ -38,32 +41,50 @@ inline constexpr int kSumsWords = 1;
 
 using TableEntry = float2;  // a channel's weight and bias, behind the ring
 
+// Tiles of a unit that a block has at least where teams can be that small, and units that a team
+// has then: each begins and ends without overlap.
+inline constexpr int kTeamTiles = 4;
+inline constexpr int kTeamUnits = 8;
+
 // Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate,
 // and tiles of the oldest unit, which everything waits for, come after younger ones. It waits for a
 // tile of so many before, whose stage must not be another's by then: a ring has no fewer stages.
 inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
 inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
 
+inline bool activates_before(GroupNormProblem const& p) {
+  return p.activation_before != Activation::kIdentity;
+}
+
+// Whether what is activated takes twice the place of what was loaded: it is kept in float32, where
+// it is not a value of 16 bits anyway, as behind a ReLU.
+inline bool keeps_floats(GroupNormProblem const& p) {
+  bool const only_relu =
+      p.activation_before == Activation::kRelu && p.activation_after == Activation::kIdentity;
+  return activates_before(p) && size_of(p.dtype) == 2 && !only_relu;
+}
+
 // What a kernel of so many tensors has in shared memory beside ring and table: barriers, units'
 // statistics, and of gradients each thread's sums.
-constexpr int static_shared_bytes(int tensors) { return tensors == 1 ? 2 << 10 : 6 << 10; }
+constexpr int static_shared_bytes(int tensors) { return tensors == 1 ? 10 << 10 : 6 << 10; }
 
 // Groups of a channels-first tensor, cut into tiles of one run of memory. A group is cut as one
 // run, or plane by plane, so that a tile has one channel.
 struct Stream {
-  unsigned blocks;
+  unsigned blocks;  // of a team
+  unsigned teams;
   int stages;
   int copies;           // of each word, so that not all blocks poll the same lines
   unsigned units;       // groups of all samples
   unsigned tiles;       // of a unit
-  unsigned step_units;  // from a block's tile to its next one
+  unsigned step_units;  // from a block's tile to its next one, those of other teams counted
   unsigned step_tiles;
   unsigned tile_vectors;
   unsigned run_elements;
   unsigned run_vectors;  // that hold a run, at most: it may begin within one
   unsigned run_tiles;
   unsigned vector_shift;  // the logarithm of a vector's elements
-  unsigned plane_vectors;
+  unsigned plane_elements;
   unsigned pace;  // nanoseconds from one tile's store to the next
   int64_t unit_vectors;
   // Where tiles are stored as they lie in padded lines, runs are cut there, and tile_vectors and

@@ -27,7 +27,16 @@ unsigned pace_of(GroupNormProblem const& p, Stream const& s, int tensors, Device
   bool const crowded = tensors > 1 && 2 * ceil_div(s.tiles, s.blocks) > s.stages;
   double const spread = crowded ? 1.05 : 0.965;
   double const bytes_per_ns = kCopyEfficiency * 1e-9 * device.dram_bytes_per_second;
-  return unsigned(spread * moved * s.blocks / bytes_per_ns);
+  return unsigned(spread * moved * s.blocks * s.teams / bytes_per_ns);
+}
+
+// The most teams that leave no block out.
+unsigned teams_of(unsigned blocks, unsigned tiles, int64_t units) {
+  int64_t const most = std::min<int64_t>(blocks * kTeamTiles / tiles, units / kTeamUnits);
+  for (unsigned teams = unsigned(std::min<int64_t>(most, blocks)); teams > 1; --teams) {
+    if (blocks % teams == 0) return teams;
+  }
+  return 1;
 }
 
 }  // namespace
@@ -51,11 +60,12 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   int64_t const vector = 16 / size_of(p.dtype);
   if (p.input_layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
   if (!aligned) return refused("an address is not a multiple of 16 bytes");
-  bool const whole = tensors > 1 ? p.group_size() % vector == 0 : p.pixels % vector == 0;
-  if (!whole) {
-    return refused(detail::join("a ", tensors > 1 ? "group" : "plane", " of ",
-                                tensors > 1 ? p.group_size() : p.pixels,
-                                " elements is not whole 16-byte vectors"));
+  if (p.group_size() % vector != 0) {
+    return refused(
+        detail::join("a group of ", p.group_size(), " elements is not whole 16-byte vectors"));
+  }
+  if (tensors == 1 && p.pixels < vector) {
+    return refused(detail::join("planes of ", p.pixels, " elements are smaller than 16 bytes"));
   }
   int64_t const units = p.batch * p.groups;
   int64_t const limit = int64_t(1) << 31;
@@ -65,7 +75,7 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
 
   Stream& s = config.stream;
   s.units = unsigned(units);
-  s.plane_vectors = unsigned(p.pixels / vector);
+  s.plane_elements = unsigned(p.pixels);
   s.unit_vectors = p.group_size() / vector;
   s.vector_shift = unsigned(std::countr_zero(uint64_t(vector)));
   s.run_elements = unsigned(tensors == 1 ? p.group_size() : p.pixels);
@@ -73,14 +83,19 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   int64_t const before = vector - std::gcd(vector, int64_t(s.run_elements));
   s.run_vectors = unsigned(ceil_div(before + s.run_elements, vector));
   s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors);
+  if (tensors == 1 && keeps_floats(p)) s.tile_vectors /= 2;
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
   if (ceil_div(s.run_elements, vector) <= (s.run_tiles - 1) * s.tile_vectors) {
     return refused(detail::join("planes of ", p.pixels, " elements are of up to ", s.run_tiles,
                                 " tiles, some of one less"));
   }
   s.tiles = s.run_tiles * unsigned(tensors == 1 ? 1 : p.channels_per_group());
-  s.blocks = unsigned(std::min<int64_t>({device.multiprocessors, kMaxBlocks, units * s.tiles}));
-  s.step_units = s.blocks / s.tiles;
+  auto const blocks =
+      unsigned(std::min<int64_t>({device.multiprocessors, kMaxBlocks, units * s.tiles}));
+  // Of gradients a warp adds up each tile, and fewer tiles under way cost more than they gain.
+  s.teams = tensors == 1 ? teams_of(blocks, s.tiles, units) : 1;
+  s.blocks = blocks / s.teams;
+  s.step_units = s.blocks / s.tiles * s.teams;
   s.step_tiles = s.blocks % s.tiles;
   int const table = int(round_up(p.channels * int64_t(sizeof(TableEntry)), 128));
   int const left = device.shared_bytes - table - static_shared_bytes(tensors);

@@ -75,20 +75,24 @@ struct Words {
   }
 };
 
+// This block's team, and its place in it.
+__device__ __forceinline__ unsigned team(Stream const& s) { return blockIdx.x % s.teams; }
+__device__ __forceinline__ unsigned member(Stream const& s) { return blockIdx.x / s.teams; }
+
 // A block's walk over its tiles.
 struct Walk {
   unsigned unit;
   unsigned tile;
 
   __device__ __forceinline__ explicit Walk(Stream const& s)
-      : unit(blockIdx.x / s.tiles), tile(blockIdx.x % s.tiles) {}
+      : unit(member(s) / s.tiles * s.teams + team(s)), tile(member(s) % s.tiles) {}
   __device__ __forceinline__ bool valid(Stream const& s) const { return unit < s.units; }
   __device__ __forceinline__ void advance(Stream const& s) {
     unit += s.step_units;
     tile += s.step_tiles;
     if (tile >= s.tiles) {
       tile -= s.tiles;
-      ++unit;
+      unit += s.teams;
     }
   }
 };
@@ -145,15 +149,16 @@ struct Extent {
   }
 };
 
-// Blocks that hold a part of a unit, and this block's index among them.
+// Blocks of a team that hold a part of a unit, and this block's index among them.
 __device__ __forceinline__ int participants(Stream const& s) { return int(min(s.tiles, s.blocks)); }
 __device__ __forceinline__ int participant(Stream const& s, unsigned tile) {
-  return int(s.tiles <= s.blocks ? tile : blockIdx.x);
+  return int(s.tiles <= s.blocks ? tile : member(s));
 }
 
 // How many tiles a walk has.
 __device__ __forceinline__ int64_t tiles_of_block(Stream const& s) {
-  return (int64_t(s.units) * s.tiles - blockIdx.x + s.blocks - 1) / s.blocks;
+  unsigned const units = (s.units - team(s) + s.teams - 1) / s.teams;  // there are no fewer
+  return (int64_t(units) * s.tiles - member(s) + s.blocks - 1) / s.blocks;
 }
 
 // Where copy `copy` of a unit's words begins, kWords of each participant.
@@ -287,9 +292,9 @@ void launch(char const* name, void (*kernel)(Parameters...), int threads,
             StreamedConfig const& config, void** arguments, cudaStream_t stream) {
   FUSEDCONV_CUDA(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             config.shared_bytes));
-  FUSEDCONV_CUDA(name,
-                 cudaLaunchCooperativeKernel(kernel, dim3(config.stream.blocks), dim3(threads),
-                                             arguments, config.shared_bytes, stream));
+  FUSEDCONV_CUDA(
+      name, cudaLaunchCooperativeKernel(kernel, dim3(config.stream.blocks * config.stream.teams),
+                                        dim3(threads), arguments, config.shared_bytes, stream));
 }
 
 }  // namespace fusedconv::groupnorm::device_stream

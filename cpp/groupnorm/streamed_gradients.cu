@@ -48,9 +48,12 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
     unsigned char const* const stage = ring + cursor.stage * kStageBytes;
-    // Where only distances from the mean are summed, their sum is scaled.
+    // Where only distances from the mean are summed, their sum is scaled; of 16 bits values are
+    // summed, and the mean is taken off once. What that loses is what GradientMap::of_value() does.
+    constexpr bool kSumsValues = !kIsBehind<kKnown> && sizeof(T) == 2;
     Channel channel = tile.channel;
     if constexpr (!kIsBehind<kKnown>) channel.rstd = 1.0f;
+    if constexpr (kSumsValues) channel.mean = 0.0f;
     float2 sums{};
     for_vectors<kSummers>(tile, thread, [&](int vector, bool is_ragged) {
       auto x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
@@ -71,6 +74,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
         sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
       }
     });
+    if constexpr (kSumsValues) sums.y = fmaf(-tile.channel.mean, sums.x, sums.y);
     wait_asleep(&shared.added[taking.stage], taking.parity ^ 1);
     shared.partial[taking.stage][thread] = sums;
     device::arrive(&shared.summed[taking.stage]);
@@ -134,7 +138,8 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     current = walk.unit;
     wait_asleep(&shared.barriers.taken[unit.stage], unit.parity);
     auto const gathered = Words<kSumsWords>::gather(
-        words + first_word<kSumsWords>(s, int(blockIdx.x) % s.copies, current), count);
+        words + first_word<kSumsWords>(s, int(device_stream::member(s)) % s.copies, current),
+        count);
     float2 total{};
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {

@@ -39,6 +39,25 @@ def compiled_problem(problem: ForwardProblem) -> Any:
     )
 
 
+def normalise_in_one_pass(
+    program: ForwardProgram, step: str, config: Any, problem: Any, input: Any
+) -> None:
+    """Appends the step of ``_C.group_norm`` that takes the moments of ``input``, activated, and
+    normalises it into the output, which may be where it is."""
+    program.compiled.per_chunk(
+        getattr(_C.group_norm, step)(
+            config,
+            problem=problem,
+            input=input,
+            mean=program.mean,
+            rstd=program.rstd,
+            weight=program.norm_weight,
+            bias=program.norm_bias,
+            output=program.output,
+        )
+    )
+
+
 class GroupNormOnePass(ForwardKernel):
     """What the kernels that read each element once have in common."""
 
@@ -57,19 +76,8 @@ class GroupNormOnePass(ForwardKernel):
 
     def compile(self, problem: ForwardProblem, device: Device) -> ProgramPlan:
         program = ForwardProgram(problem, device)
-        step = getattr(_C.group_norm, self._step)
-        program.compiled.per_chunk(
-            step(
-                self._config(problem, device),
-                problem=compiled_problem(problem),
-                input=program.input,
-                mean=program.mean,
-                rstd=program.rstd,
-                weight=program.norm_weight,
-                bias=program.norm_bias,
-                output=program.output,
-            )
-        )
+        config, norm = self._config(problem, device), compiled_problem(problem)
+        normalise_in_one_pass(program, self._step, config, norm, program.input)
         return program.plan(self.name)
 
 

@@ -81,7 +81,9 @@ SMALL = "--batch 2 --in-channels 1280 --spatial 16,16 --num-groups 32 --precisio
         (f"{LARGE} --num-groups 1", "groupnorm_two_pass"),
         (SMALL, "groupnorm_resident"),
         (f"{SMALL} --layout nhwc", "groupnorm_resident"),
-        ("--batch 4 --in-channels 64 --spatial 255,255", "groupnorm_two_pass"),
+        ("--batch 4 --in-channels 64 --spatial 255,255", "groupnorm_streamed"),
+        # A group must be whole 16 bytes.
+        ("--batch 4 --in-channels 64 --num-groups 64 --spatial 255,255", "groupnorm_two_pass"),
     ],
 )
 def test_explain_chooses_the_group_norm_by_size_and_layout(arguments, kernel):

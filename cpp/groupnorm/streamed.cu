@@ -131,7 +131,7 @@ struct StreamShared {
       device::init_barrier(&summed[i], kWorkers);
       device::init_barrier(&added[i], 32);
     }
-    barriers.init(stages, false, kWorkerWarps);
+    barriers.init(stages, false, kWorkers);
   }
 };
 static_assert(sizeof(StreamShared) <= static_shared_bytes(1), "what the config sets aside");
@@ -295,8 +295,7 @@ __device__ __forceinline__ void take_moments(Stream const& s, Affine const& affi
       }
     }
     if constexpr (Kind::kActivates) device::arrive(&shared.activated[cursor.stage]);
-    __syncwarp();
-    if (thread % 32 == 0) device::arrive(&shared.barriers.free[cursor.stage]);
+    device::arrive(&shared.barriers.free[cursor.stage]);
     cursor.advance(s.stages);
     if (!is_last) continue;
     device::wait(&shared.added[taking.stage], taking.parity ^ 1);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import test_gpu_gradients
@@ -12,8 +13,10 @@ from reference import channels_last
 from test_gpu_group_norm import CASES, FLOOR, KERNELS, LARGE_CASES, serves, with_layouts
 
 import fusedconv
+from fusedconv import _C
 from fusedconv.device import KNOWN
-from fusedconv.layout import layout_of
+from fusedconv.kernels.cuda.gradients import compiled_problem
+from fusedconv.layout import layout_of, line_pitch
 from fusedconv.registry import registry
 from fusedconv.selection import choose
 
@@ -22,6 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 STREAMED = ("groupnorm_streamed", "groupnorm_backward_streamed")
+#: That replace a tile of streamed gradients, each with a part of a channel's sum.
+REPLACING_WARPS = 4
 
 
 def kernel_named(name):
@@ -212,6 +217,29 @@ def test_gradients_of_weight_and_bias_alone_are_not_streamed():
     assert chosen(wanted) == ["groupnorm_backward_two_pass"]
     support = kernel_named("groupnorm_backward_streamed").supports(wanted, KNOWN[90])
     assert "the input's gradient, which is not asked for" in support.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spatial", [(34, 34, 34), (258, 258), (130, 18), (30001,), (64, 64)])
+def test_tiles_of_gradients_fit_padded_lines(spatial, dtype):
+    """As they lie there a tile has 509 vectors at most: else its lines are stored one by one."""
+    affine = group_norm_stage(8)
+    asked = backward_problem(norm_alone((16, 128, *spatial), 8, dtype, norm=affine, save=True))
+    columns, pitch = spatial[-1], line_pitch(spatial[-1], dtype)
+
+    def tiles(**lines):
+        made = _C.group_norm.streamed_gradient_config(
+            compiled_problem(asked), aligned=True, **lines, device=KNOWN[90].compiled
+        )
+        assert made.support
+        return made.channel_sums // REPLACING_WARPS
+
+    padded = math.prod(spatial[:-1]) * pitch * dtype.itemsize // 16
+    dense = tiles(columns=columns, pitch=columns)
+    assert dense == tiles()
+    if pitch == columns:
+        return
+    assert tiles(columns=columns, pitch=pitch) == max(dense, math.ceil(padded / 509))
 
 
 @pytest.mark.parametrize(

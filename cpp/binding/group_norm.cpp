@@ -90,7 +90,9 @@ void bind_gradient_configs(py::module_& room) {
       });
   room.def("gradient_sums_config", &gradient_sums_config, py::arg("problem"));
   room.def("streamed_gradient_config", &streamed_gradient_config, py::arg("problem"), py::kw_only(),
-           py::arg("aligned"), py::arg("device"), "aligned: addresses are multiples of 16 bytes.");
+           py::arg("aligned"), py::arg("columns") = 0, py::arg("pitch") = 0, py::arg("device"),
+           "aligned: addresses are multiples of 16 bytes. columns, pitch: of the lines that the "
+           "result goes to, in elements; 0 where it is dense.");
 }
 
 void bind_gradients(py::module_& room) {

@@ -14,10 +14,7 @@ namespace fusedconv::groupnorm {
 
 // Images lie behind the ring, which has fewer stages then. What the first and last vectors hold of
 // other tiles goes before and behind an image.
-inline constexpr int kImageBytes = kTileBytes;
 inline constexpr int kImageStages = ceil_div(kImages * kImageBytes, kStageBytes);
-inline constexpr int kImageStart = 16;
-inline constexpr int kMostImageVectors = (kImageBytes - kImageStart - 32) / 16;
 
 // Puts a vector of a tile's results where they are in its lines, which begin at `image`.
 template <class T, int kPiece, int kVector>

@@ -10,8 +10,6 @@
 
 namespace fusedconv::groupnorm {
 
-// A stage holds a tile of the input and, beside it, of the gradient.
-inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
 inline constexpr int kImages = kReplacerGroups + 1;  // of tiles: see gradient_images.hpp
 inline constexpr int kPartials = 2;                  // tiles whose sums by thread are under way
 
@@ -44,7 +42,7 @@ struct GradientShared {
   // As Barriers::init(), likewise.
   __device__ __forceinline__ void init(int stages, bool is_for_warps, bool has_images) {
     // Of sums, one warp reads tiles too. The store of an image does not free its tile's stage.
-    constexpr int kReaders = kSummers / 32 + 1;
+    constexpr int kReaders = kSummers / 32 + 32;
     barriers.init(stages, is_for_warps, kReaders - has_images, kReplacers);
     int const i = int(threadIdx.x);
     if (i < kImages) {

@@ -106,8 +106,9 @@ struct StreamedConfig {
 
 // tensors: 1 where a stage holds a tile of the input; 2 where it holds the input's and the
 // gradient's, and a tile has one channel. aligned: addresses are multiples of 16 bytes.
+// fewest_tiles: of a run.
 StreamedConfig stream_config(GroupNormProblem const& problem, int tensors, bool aligned,
-                             Device const& device);
+                             int64_t fewest_tiles, Device const& device);
 
 // Whether the kernels' code for this compute capability is compiled: PTX of an older one has none.
 bool streams_on(int architecture);

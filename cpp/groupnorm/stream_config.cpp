@@ -42,7 +42,7 @@ unsigned teams_of(unsigned blocks, unsigned tiles, int64_t units) {
 }  // namespace
 
 StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligned,
-                             Device const& device) {
+                             int64_t fewest_tiles, Device const& device) {
   StreamedConfig config;
   auto const refused = [&](std::string reason) {
     config.support = Support::no(std::move(reason));
@@ -85,6 +85,10 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors);
   if (tensors == 1 && keeps_floats(p)) s.tile_vectors /= 2;
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
+  if (s.run_tiles < fewest_tiles) {
+    s.run_tiles = unsigned(fewest_tiles);
+    s.tile_vectors = unsigned(ceil_div(s.run_vectors, s.run_tiles));
+  }
   if (ceil_div(s.run_elements, vector) <= (s.run_tiles - 1) * s.tile_vectors) {
     return refused(detail::join("planes of ", p.pixels, " elements are of up to ", s.run_tiles,
                                 " tiles, some of one less"));
@@ -119,13 +123,22 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
 }
 
 StreamedConfig streamed_config(GroupNormProblem const& p, bool aligned, Device const& device) {
-  return stream_config(p, 1, aligned, device);
+  return stream_config(p, 1, aligned, 1, device);
 }
 
 StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool aligned,
-                                                Device const& device) {
+                                                int columns, int pitch, Device const& device) {
   StreamedGradientConfig config;
-  config.streamed = stream_config(p, kStreamedTensors, aligned, device);
+  int64_t fewest_tiles = 1;
+  if (columns * size_of(p.dtype) >= 16 && pitch > columns) {
+    // So many that each fits an image, as it lies in padded lines.
+    int64_t const padded = p.pixels / columns * pitch * size_of(p.dtype) / 16;
+    fewest_tiles = ceil_div(padded, kMostImageVectors);
+  }
+  config.streamed = stream_config(p, kStreamedTensors, aligned, fewest_tiles, device);
+  if (!config.streamed.support) {
+    config.streamed = stream_config(p, kStreamedTensors, aligned, 1, device);
+  }
   config.support = config.streamed.support;
   if (!config.support) return config;
   Stream const& s = config.streamed.stream;

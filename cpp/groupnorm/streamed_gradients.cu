@@ -104,8 +104,7 @@ __device__ __forceinline__ void add_sums(Stream const& s, GradientShared& shared
       sums.y += share.y;
     }
     device::arrive(&shared.added[adding.stage]);
-    __syncwarp();
-    if (lane == 0) device::arrive(&shared.barriers.free[cursor.stage]);
+    device::arrive(&shared.barriers.free[cursor.stage]);
     sums = warp_sum(sums);
     if constexpr (!kIsBehind<kKnown>) sums.y *= tile.channel.rstd;
     if (lane == 0) partials[int64_t(tile.unit) * s.tiles + tile.index] = sums;

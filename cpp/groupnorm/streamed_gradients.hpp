@@ -17,13 +17,21 @@ inline constexpr int kSummers = 192;
 inline constexpr int kReplacers = 128;
 inline constexpr int kReplacerGroups = 3;
 
+// A stage holds a tile of the input and, beside it, of the gradient.
+inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
+// Of a tile as it lies in padded lines.
+inline constexpr int kImageBytes = kTileBytes;
+inline constexpr int kImageStart = 16;
+inline constexpr int kMostImageVectors = (kImageBytes - kImageStart - 32) / 16;
+
 struct StreamedGradientConfig : GradientBuffers {
   StreamedConfig streamed;
 };
 
-// aligned: the addresses of all three tensors are multiples of 16 bytes.
+// aligned: the addresses of all three tensors are multiples of 16 bytes. columns, pitch: of the
+// lines that the result goes to, in elements; 0 where it is dense.
 StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& problem, bool aligned,
-                                                Device const& device);
+                                                int columns, int pitch, Device const& device);
 
 // Fills tensors.grad_input, and the partial sums, for merge_gradient_sums(). The config must be of
 // the same problem and of the device that runs it. workspace: config.streamed.words_bytes(). A

@@ -95,8 +95,9 @@ class GroupNormBackward(BackwardKernel):
     provider = "groupnorm_cuda"
     computes = frozenset({"epilogue", "bias"})
 
-    def _config(self, problem: BackwardProblem, device: Device) -> Any:
-        """How the sums are taken; its ``support`` says why they cannot."""
+    def _config(self, problem: BackwardProblem, device: Device, **lines: int) -> Any:
+        """How the sums are taken; its ``support`` says why they cannot. ``columns`` and ``pitch``
+        of the ``lines`` that the input's gradient goes to, where it goes to such."""
         raise NotImplementedError
 
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
@@ -122,7 +123,6 @@ class GroupNormBackward(BackwardKernel):
         """The program over tensors in the order of the slots."""
         forward = problem.forward
         program = _C.Program(device.index, forward.batch, 0)
-        config = self._config(problem, device)
         compiled = compiled_problem(problem)
         norm = forward.norm
         assert norm is not None
@@ -136,6 +136,7 @@ class GroupNormBackward(BackwardKernel):
             columns = forward.output_spatial[-1]
             pitch = line_pitch(columns, forward.dtype) if padded_lines else columns
             lines = {"columns": columns, "pitch": pitch}
+        config = self._config(problem, device, **lines)
         totals = _C.layout.ChannelSums(
             batch=forward.batch,
             channels=forward.output_channels,
@@ -269,7 +270,7 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
 
     name = "groupnorm_backward_two_pass"
 
-    def _config(self, problem: BackwardProblem, device: Device) -> Any:
+    def _config(self, problem: BackwardProblem, device: Device, **lines: int) -> Any:
         return _C.group_norm.gradient_sums_config(compiled_problem(problem))
 
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
@@ -317,9 +318,9 @@ class GroupNormBackwardStreamed(GroupNormBackward):
 
     name = "groupnorm_backward_streamed"
 
-    def _config(self, problem: BackwardProblem, device: Device) -> Any:
+    def _config(self, problem: BackwardProblem, device: Device, **lines: int) -> Any:
         return _C.group_norm.streamed_gradient_config(
-            compiled_problem(problem), aligned=problem.aligned, device=device.compiled
+            compiled_problem(problem), aligned=problem.aligned, **lines, device=device.compiled
         )
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:

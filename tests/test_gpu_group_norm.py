@@ -39,6 +39,7 @@ CASES = [
     ((40, 16, 128, 128), 4),
     ((3, 24, 148, 300), 8),
     ((2, 2048, 6, 5), 32),
+    ((2, 1024, 3, 3), 32),
 ]
 # Large enough for the streamed gradients, with planes that chunks do not divide.
 LARGE_CASES = [((10, 32, 256, 264), 4), ((40, 6, 300, 304), 2), ((6, 1, 2048, 2052), 1)]
@@ -66,8 +67,10 @@ def serves(
     *,
     capability: tuple[int, int],
     multiprocessors: int,
+    in_front: str | None = None,
 ) -> bool:
-    """Whether a kernel must serve an aligned, dense input: the conditions in its header."""
+    """Whether a kernel must serve an aligned, dense input, with an activation ``in_front``: the
+    conditions in its header."""
     channels, pixels = shape[1], math.prod(shape[2:])
     vector = 16 // dtype.itemsize  # elements
     group_channels = channels // groups
@@ -86,7 +89,8 @@ def serves(
     # Slots of 16 KiB beside the channels' weights and biases, one of which stays free.
     if channels_last or group % vector or pixels < vector or capability != (9, 0):
         return False
-    chunks = math.ceil(group / vector / 1024)
+    widens = dtype.itemsize == 2 and in_front not in (None, "relu")
+    chunks = math.ceil(group / vector / (512 if widens else 1024))
     blocks = min(multiprocessors, 160, shape[0] * groups * chunks)
     table = math.ceil(channels * 8 / 128) * 128
     slots = min(13, ((227 << 10) - table - (10 << 10)) // (16 << 10))
@@ -132,6 +136,7 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, monkeypatch):
             not x.is_contiguous(),
             capability=torch.cuda.get_device_capability(),
             multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+            in_front=activation if order == "act_norm" else None,
         ):
             with pytest.raises(fusedconv.NoKernelError, match=kernel):
                 group_norm(x, groups, weight, bias, activation=activation, order=order)

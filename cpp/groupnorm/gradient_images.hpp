@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_images(uint4* output, Stream const& s, Gra
 template <int kVector>
 bool cut_in_lines(Stream& s, Lines const& lines) {
   if (lines.columns < kVector || lines.pitch - lines.columns >= kVector ||
-      lines.pitch == lines.columns || lines.columns >= 1 << 15) {
+      lines.pitch == lines.columns || lines.columns >= kMostImageColumns) {
     return false;
   }
   int64_t const vectors = lines.plane / kVector;

@@ -34,7 +34,8 @@ inline constexpr int kStageVectors = 4;  // 16-byte vectors of a thread per stag
 inline constexpr int kStageBytes = kWorkers * kStageVectors * 16;
 inline constexpr int kMaxStages = 13;
 inline constexpr int kUnitStages = 16;  // units whose statistics a block may have to hold
-inline constexpr int kPolls = 5;        // blocks of which a merging lane reads the words
+static_assert(kMaxStages < kUnitStages, "a unit has a stage at least");
+inline constexpr int kPolls = 5;  // blocks of which a merging lane reads the words
 inline constexpr int kMaxBlocks = 32 * kPolls;
 inline constexpr int kMomentsWords = 2;  // that a block publishes of a unit: mean and low, m2
 inline constexpr int kSumsWords = 1;

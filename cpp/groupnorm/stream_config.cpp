@@ -130,7 +130,7 @@ StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool 
                                                 int columns, int pitch, Device const& device) {
   StreamedGradientConfig config;
   int64_t fewest_tiles = 1;
-  if (columns * size_of(p.dtype) >= 16 && pitch > columns) {
+  if (columns * size_of(p.dtype) >= 16 && columns < kMostImageColumns && pitch > columns) {
     // So many that each fits an image, as it lies in padded lines.
     int64_t const padded = p.pixels / columns * pitch * size_of(p.dtype) / 16;
     fewest_tiles = ceil_div(padded, kMostImageVectors);

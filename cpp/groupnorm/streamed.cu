@@ -230,7 +230,8 @@ __device__ __forceinline__ void normalize_tiles(Affine affine, Stream const& s,
   }
 }
 
-// The activation in front. That infinity gives NaN does not matter: its group's mean is one.
+// The activation in front. That it makes NaN of infinity does not matter, whose group's deviations
+// are NaN anyway.
 template <class Kind>
 __device__ __forceinline__ void activate_in_front(Affine const& affine,
                                                   float (&values)[Kind::kVector]) {

@@ -32,7 +32,6 @@ constexpr int kStoreWarps = 4;
 static_assert(kStoreWarps <= kTilesToShared);
 // Nor may a group that replaces every kReplacerGroups-th tile, of stages, images and units' terms.
 static_assert(kReplacerGroups <= kTilesToShared && kReplacerGroups <= kImages);
-static_assert(kMaxStages < kUnitStages);
 constexpr int kFirstAlone = kSummers + kReplacerGroups * kReplacers;  // thread of no such group
 constexpr int kThreadsPerBlock = kFirstAlone + 3 * 32 + kStoreWarps * 32;
 

@@ -23,6 +23,7 @@ inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
 inline constexpr int kImageBytes = kTileBytes;
 inline constexpr int kImageStart = 16;
 inline constexpr int kMostImageVectors = (kImageBytes - kImageStart - 32) / 16;
+inline constexpr int kMostImageColumns = 1 << 15;  // fewer than these
 
 struct StreamedGradientConfig : GradientBuffers {
   StreamedConfig streamed;

@@ -245,6 +245,24 @@ class ConvolutionRow(ForwardKernel):
         )
         return partials
 
+    def convolve_plainly(
+        self, program: ForwardProgram, config: Any, filter: Any, output: Any, partials: Any
+    ) -> None:
+        """Appends the convolution without an activation, of which ``output`` or ``partials`` may
+        be absent."""
+        program.compiled.per_chunk(
+            self.room.Convolve(
+                config,
+                activation=COMPILED["identity"],
+                activates_output=True,
+                input=program.input,
+                filter=filter,
+                bias=program.bias,
+                output=output,
+                partials=partials,
+            )
+        )
+
     def behind(self, program: ForwardProgram, batch: int = 0) -> Any:
         """The problem from the convolution's output on; ``batch`` 0 leaves it to the program."""
         problem, form = program.problem, program.form

@@ -16,7 +16,6 @@ import math
 from abc import abstractmethod
 from typing import Any
 
-from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned
 from fusedconv.kernels.cuda.boxes_costs import COSTS, CostConstants
@@ -252,18 +251,7 @@ class CopiedRow(TapsRow):
             self._rewrite_input(program)
             filter = self.pack_filter(program, config)
             partials = program.scratch(config.partial_bytes_per_sample)
-            program.compiled.per_chunk(
-                self.room.Convolve(
-                    config,
-                    activation=COMPILED["identity"],
-                    activates_output=True,
-                    input=program.input,
-                    filter=filter,
-                    bias=program.bias,
-                    output=program.absent,
-                    partials=partials,
-                )
-            )
+            self.convolve_plainly(program, config, filter, program.absent, partials)
             norm, statistics = self.statistics(program, config, partials)
             self._convolve_normalising(program, config, program.output, filter, norm, statistics)
             return program.plan(self.name)

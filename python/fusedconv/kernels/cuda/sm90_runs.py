@@ -2,8 +2,9 @@
 
 NCHW in, NCHW out: lines land in shared memory as they lie, a filter tap is a shift among registers,
 and the epilogue adds the bias, activates, stores in the tensor's own order and reduces the moments
-of GroupNorm. What normalises goes over the output in place, unless a saved convolution output or
-another dtype asks for a second tensor. A row is a filter's reach to either side of a column.
+of GroupNorm, unless one pass behind does all of that but the bias in less time. What normalises
+goes over the output in place, unless a saved convolution output or another dtype asks for a second
+tensor. A row is a filter's reach to either side of a column.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusedconv import _C
-from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import by_axis, group_norm_problem
 from fusedconv.kernels.cuda.convolution import InPlaceRow, goes_through_scratch
@@ -42,14 +42,15 @@ _TAP_CYCLES = 64.0
 #: What a main loop in strict fp32 takes for the same: three products, and the additions that join
 #: filter rows' sums. Measured on an H200 as a whole, so nothing multiplies it.
 _STRICT_TAP_CYCLES = 270.0
-#: Output channels of a block, and positions of a tile.
-_BLOCK_CHANNELS = 64
-_TILE_POSITIONS = 128
-#: Cycles of the epilogue of a tile that a pass behind saves, which takes no time for channels that
-#: only fill up a block: where half of them do, and where the output is saved as it is before the
-#: activation, which a pass then has to compute anyway. Launches' time that it takes more. From the
-#: times of six problems on an H200, where with whole blocks it was slower in 16 bits by 5 to 15 %
-#: and as quick in strict fp32.
+#: Output channels that leave half of a block's 64 empty, for which an epilogue takes as long as for
+#: the others and a pass behind none; and products of an output from which on that was measured:
+#: with fewer, memory takes as long.
+_HALF_BLOCK = 32
+_MEASURED_PRODUCTS = 32 * 9
+#: Cycles of a tile's epilogue that a pass behind saves there, and where the output is saved as it
+#: is before the activation, which a pass then has to compute anyway. Launches' time that it takes
+#: more. From the times of six problems on an H200, where with whole blocks it was slower in 16 bits
+#: by 5 to 15 % and as quick in strict fp32.
 _STREAMED_TILE = 1000.0
 _STREAMED_SAVING_TILE = 200.0
 _STREAMED_LAUNCHES = 3.0
@@ -108,28 +109,36 @@ class RunsSm90(InPlaceRow, Sm90Row):
             chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(read + output)
         )
         total = conv + self.milliseconds_beside(problem, device, chunks)
-        if self.streams_norm(problem, device):
-            total -= self._streaming_gain(problem, device)
-        return total
+        if not self.streams_norm(problem, device):
+            return total
+        # An estimate may be less than what its bytes take.
+        least = min(total, device.copy_milliseconds(read + 3 * output))
+        return max(total - self._streaming_gain(problem, device), least)
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
         return (MOST_TILES - 1) // int(config.tiles)
 
     def streams_norm(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether one pass behind the convolution activates, takes the moments and normalises, in
-        place of the convolution's epilogue and a pass that normalises."""
+        place of the convolution's epilogue and a pass that normalises. A sample's bits then depend
+        on its batch, in whose order the pass merges moments."""
         return self._streaming_gain(problem, device) > 0.0 and self.can_stream_norm(problem, device)
 
     def _streaming_gain(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds that it saves."""
-        blocks = -(-problem.output_channels // _BLOCK_CHANNELS)
-        tiles = problem.output_elements / problem.output_channels / _TILE_POSITIONS * blocks
-        if 2 * problem.output_channels <= _BLOCK_CHANNELS * blocks:
+        assert problem.conv is not None
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        assert isinstance(form, ActNormAct)
+        activates_anyway = problem.saves_conv_output and form.before != "identity"
+        products = problem.channels * math.prod(problem.conv.kernel_size)
+        if problem.output_channels <= _HALF_BLOCK and products >= _MEASURED_PRODUCTS:
             cycles = _STREAMED_TILE
-        elif problem.save and self.precision == "tf32":
+        elif activates_anyway and self.precision == "tf32":
             cycles = _STREAMED_SAVING_TILE
         else:
             return 0.0
+        config = self.config(problem, device)
+        tiles = problem.batch * config.tiles * config.blocks_n
         seconds = tiles / max(1, device.multiprocessors) * cycles / device.clock_hertz
         return seconds * 1e3 - _STREAMED_LAUNCHES * device.launch_milliseconds
 
@@ -147,19 +156,8 @@ class RunsSm90(InPlaceRow, Sm90Row):
         program = ForwardProgram(problem, device)
         config = self.config(problem, device)
         output = program.conv_output if problem.saves_conv_output else program.output
-        program.compiled.per_chunk(
-            self.room.Convolve(
-                config,
-                activation=COMPILED["identity"],
-                activates_output=True,
-                input=program.input,
-                filter=self.pack_filter(program, config),
-                bias=program.bias,
-                output=output,
-                partials=program.absent,
-                channels=0,
-            )
-        )
+        filter = self.pack_filter(program, config)
+        self.convolve_plainly(program, config, filter, output, program.absent)
         norm, streamed = _streamed(problem, device)
         normalise_in_one_pass(program, "NormalizeStreamed", streamed, norm, output)
         return program.plan(self.name)

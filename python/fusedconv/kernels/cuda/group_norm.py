@@ -30,7 +30,8 @@ def supports_norm_alone(problem: ForwardProblem, device: Device) -> Support:
 
 
 def compiled_problem(problem: ForwardProblem) -> Any:
-    """The problem over its input; a strided one is copied to channels first before."""
+    """What is behind a convolution, if there is one, over a dense tensor in the output's layout; a
+    strided input is copied to channels first before."""
     form = act_norm_act(problem.epilogue)
     assert isinstance(form, ActNormAct)
     layout = problem.output_layout

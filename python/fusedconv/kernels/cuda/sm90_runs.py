@@ -17,9 +17,9 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.compiled import by_axis, group_norm_problem
+from fusedconv.kernels.compiled import by_axis
 from fusedconv.kernels.cuda.convolution import InPlaceRow, goes_through_scratch
-from fusedconv.kernels.cuda.group_norm import normalise_in_one_pass
+from fusedconv.kernels.cuda.group_norm import compiled_problem, normalise_in_one_pass
 from fusedconv.kernels.cuda.program import (
     FAMILIES,
     ForwardProgram,
@@ -187,12 +187,7 @@ class RunsSm90(InPlaceRow, Sm90Row):
 
 def _streamed(problem: ForwardProblem, device: Device) -> tuple[Any, Any]:
     """What is behind the convolution as one pass over its output, and that pass's config."""
-    form = act_norm_act(problem.epilogue, frozenset(KINDS))
-    assert isinstance(form, ActNormAct)
-    layout = problem.output_layout
-    norm = group_norm_problem(
-        problem, form, batch=problem.batch, input_layout=layout, output_layout=layout
-    )
+    norm = compiled_problem(problem)
     return norm, _C.group_norm.streamed_config(norm, aligned=True, device=device.compiled)
 
 

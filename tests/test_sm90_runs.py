@@ -145,7 +145,7 @@ def phases_of(stride: int, window: tuple[int, int]) -> tuple[tuple[int, int, int
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
 def test_tiles_cover_every_output_once(row):
     generator = random.Random(row.name)
-    several = last = 0
+    several = last = staggered = 0
     for _ in range(120):
         output = (
             generator.randint(1, 3),
@@ -163,8 +163,11 @@ def test_tiles_cover_every_output_once(row):
             input=wide_input(row, output, taps, dilation),
         )
         assert made.support
-        _, height, width = output
-        times = torch.zeros(height, width, dtype=torch.int64)
+        depth, height, width = output
+        times = torch.zeros(depth, height, width, dtype=torch.int64)
+        lies = row.window == (2, 0) and not row.interleaves and width % QUAD == 2
+        assert made.is_staggered == (lies and depth * height * width % QUAD == 0)
+        staggered += made.is_staggered
         tiles = 0
         for tiling in made.tilings:
             if tiling.strips == 0:
@@ -180,11 +183,16 @@ def test_tiles_cover_every_output_once(row):
             k_block = 32 // element_bytes(row)
             assert tiling.bytes == tiling.lines * tiling.columns * k_block * element_bytes(row)
             inside = quads < height * tiling.quads
-            for strip in range(tiling.strips):
+            for slice_, strip in itertools.product(range(depth), range(tiling.strips)):
                 left = tiling.column0 + strip * QUAD * tiling.quads
                 columns = left + QUAD * (quads % tiling.quads)[inside, None] + torch.arange(QUAD)
-                pixels = (quads // tiling.quads)[inside, None] * width + columns
-                pixels = pixels[columns < width]
+                lines = slice_ * height + (quads // tiling.quads)[inside, None]
+                if made.is_staggered:
+                    columns = columns - 2 * (lines % 2)
+                    # So that each quad may be stored at once.
+                    assert ((lines * width + columns[:, :1]) % QUAD == 0).all()
+                pixels = lines * width + columns
+                pixels = pixels[(columns >= 0) & (columns < width)]
                 times.view(-1).index_add_(0, pixels, torch.ones_like(pixels))
             tiles += tiling.strips * tiling.tiles
         assert (times == 1).all()
@@ -193,6 +201,7 @@ def test_tiles_cover_every_output_once(row):
         last += made.tilings[1].strips > 0
     assert several > 20
     assert last > 20
+    assert (staggered > 5) == (row.window == (2, 0) and not row.interleaves)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)

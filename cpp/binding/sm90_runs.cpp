@@ -55,6 +55,8 @@ void bind_sm90_runs(py::module_& room) {
       .def_property_readonly("support", scheduled<Config>(&Schedule::support))
       .def_property_readonly("tilings", scheduled<Config>(&Schedule::tilings),
                              "Of strips of full width, and of the last.")
+      .def_property_readonly("is_staggered", scheduled<Config>(&Schedule::is_staggered),
+                             "Whether the quads of every other row begin two columns further left.")
       .def_property_readonly("tiles", scheduled<Config>(&Schedule::tiles),
                              "Of a sample, for each block of output channels.")
       .def_property_readonly("blocks_n", scheduled<Config>(&Schedule::blocks_n),

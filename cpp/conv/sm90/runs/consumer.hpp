@@ -101,12 +101,17 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
     // Quads beyond the tile's read some line, to no effect.
     int const line_in_box =
         min(row - tile.row0, shape.lines - 1 - p.dilation_h * (block.filter_rows() - 1));
+    int first_column = column * kQuad + shape.lead;
+    Operands loaded;
+    if constexpr (Traits::kStaggers) {
+      loaded.stagger.set(p.raster.stagger(tile.slice, row) > 0);
+      first_column += loaded.stagger.whole();
+    }
     uint32_t const own = memory.box + line_in_box * shape.line_bytes + channel * pitch +
-                         (column * kQuad + shape.lead) * Traits::kElementBytes;
+                         first_column * Traits::kElementBytes;
     int const row_step = kept(p.dilation_h * shape.line_bytes);
 
     uint32_t operands[2][kParts][Operands::kRegisters][4];
-    Operands loaded;
     auto const put = [&](auto& set, int half) {
       if constexpr (Traits::kSplits) {
         loaded.split(set[0], set[1], half);

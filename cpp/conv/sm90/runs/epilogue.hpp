@@ -28,18 +28,31 @@ __device__ __forceinline__ void store_streaming(T* target, device::Pack<T, kQuad
 // A quad in halves, which must follow each other to reach the L2 cache as one access: what takes
 // part of a sector counts there like all of it.
 template <class T>
-__device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> const& quad) {
+__device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> const& quad,
+                                             QuadRange pixels) {
+  int const first = pixels.has(0), second = pixels.has(kQuad / 2);
   if constexpr (sizeof(T) == 2) {
     asm volatile(
-        "st.global.cs.b32 [%0], %1;\n"
-        "st.global.cs.b32 [%0 + 4], %2;" ::"l"(target),
-        "r"(quad.bits[0]), "r"(quad.bits[1])
+        "{\n"
+        ".reg .pred first, second;\n"
+        "setp.ne.s32 first, %3, 0;\n"
+        "setp.ne.s32 second, %4, 0;\n"
+        "@first st.global.cs.b32 [%0], %1;\n"
+        "@second st.global.cs.b32 [%0 + 4], %2;\n"
+        "}" ::"l"(target),
+        "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(first), "r"(second)
         : "memory");
   } else {
     asm volatile(
-        "st.global.cs.v2.b32 [%0], {%1, %2};\n"
-        "st.global.cs.v2.b32 [%0 + 8], {%3, %4};" ::"l"(target),
-        "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(quad.bits[2]), "r"(quad.bits[3])
+        "{\n"
+        ".reg .pred first, second;\n"
+        "setp.ne.s32 first, %5, 0;\n"
+        "setp.ne.s32 second, %6, 0;\n"
+        "@first st.global.cs.v2.b32 [%0], {%1, %2};\n"
+        "@second st.global.cs.v2.b32 [%0 + 8], {%3, %4};\n"
+        "}" ::"l"(target),
+        "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(quad.bits[2]), "r"(quad.bits[3]), "r"(first),
+        "r"(second)
         : "memory");
   }
 }
@@ -47,23 +60,26 @@ __device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> c
 // Where a lane's quad lies.
 struct OwnQuad {
   int pixel;  // of the sample's
-  int count;  // of pixels in it
-  // Elements that each store of the warp may take, where all its quads are whole; else 0.
+  QuadRange pixels;
+  // How the warp stores: 4, whole quads that are all pixels; 2, by halves, that are pixels or none;
+  // 0, one by one.
   int width;
 
   // own: of the tile's quads; row, column: where it lies in the strip.
   __device__ __forceinline__ OwnQuad(Params const& p, Tile const& tile, int own, int row,
                                      int column) {
     Raster const& raster = p.raster;
-    int const output_column = tile.column0 + column * kQuad;
+    int const output_column = tile.column0 + column * kQuad - raster.stagger(tile.slice, row);
     bool const inside = own < raster.shapes[tile.shape].tile_quads && row < raster.p;
-    count = inside ? max(0, min(kQuad, raster.q - output_column)) : 0;
+    pixels.begin = max(0, -output_column);
+    pixels.end = inside ? min(kQuad, raster.q - output_column) : pixels.begin;
     pixel = (tile.slice * raster.p + row) * raster.q + output_column;
-    bool const whole = __all_sync(~0u, count == kQuad);
     auto const allows = [&](int elements) {
-      return whole && p.pixels % elements == 0 && __all_sync(~0u, pixel % elements == 0);
+      bool const each = (pixel | pixels.begin | pixels.end) % elements == 0;
+      return p.pixels % elements == 0 && __all_sync(~0u, each);
     };
-    width = allows(4) ? 4 : allows(2) ? 2 : 0;
+    bool const whole = __all_sync(~0u, pixels.count() == kQuad);
+    width = whole && allows(4) ? 4 : allows(2) ? 2 : 0;
   }
 };
 
@@ -121,12 +137,12 @@ __device__ __forceinline__ void finish_values(Params const& p,
       if constexpr (kWidth == kQuad) {
         if (8 * j < block_channels) store_streaming(target + e * stride, stored[e]);
       } else if constexpr (kWidth > 0) {
-        if (8 * j < block_channels) store_halves(target + e * stride, stored[e]);
+        if (8 * j < block_channels) store_halves(target + e * stride, stored[e], own.pixels);
       } else {
         bool const there = 8 * j + pair + e < block_channels;
 #pragma unroll
         for (int i = 0; i < kQuad; ++i) {
-          if (there && i < own.count) target[e * stride + i] = stored[e].values[i];
+          if (there && own.pixels.has(i)) target[e * stride + i] = stored[e].values[i];
         }
       }
     }
@@ -146,7 +162,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
 #pragma unroll
     for (int j = 0; j < kChannelPairs; ++j) {
       store(j, stored[j]);
-      if constexpr (kSumsUp) sums.add(j, stored[j], own.count);
+      if constexpr (kSumsUp) sums.add(j, stored[j], own.pixels);
       __syncwarp();
     }
   } else {
@@ -159,11 +175,11 @@ __device__ __forceinline__ void finish_values(Params const& p,
       pack_values<T>(values, stored);
       store(j, stored);
       if constexpr (kSumsUp && kActivated) {
-        sums.add(j, stored, own.count);
+        sums.add(j, stored, own.pixels);
       } else if constexpr (kSumsUp) {
         to_floats(stored, values);
         activate_values<Traits>(values);
-        sums.add(j, values, own.count);
+        sums.add(j, values, own.pixels);
       }
       __syncwarp();
     }
@@ -179,7 +195,7 @@ __device__ __forceinline__ void finish_tile(Params const& p,
                                             int barrier) {
   auto const finish = [&](auto width, auto activated, auto sums_up) {
     constexpr int kWidth = width.value;
-    std::conditional_t<sums_up.value, LaneSums<kWidth != 0>, NoSums> sums;
+    std::conditional_t<sums_up.value, LaneSums<kWidth == kQuad>, NoSums> sums;
     finish_values<Traits, kWidth, activated.value>(p, accumulators, tile, channel0, own, bias,
                                                    sums);
     if constexpr (sums_up.value) sums.store(own_moments(moments));
@@ -197,7 +213,7 @@ __device__ __forceinline__ void finish_tile(Params const& p,
       finish(std::integral_constant<int, 0>{}, activated, sums_up);
     }
     if constexpr (sums_up.value) {
-      merge_tile(moments, own.count, min(kBlockN, p.out_channels - channel0), barrier,
+      merge_tile(moments, own.pixels.count(), min(kBlockN, p.out_channels - channel0), barrier,
                  [&](int channel, TilePartial const& partial) {
                    p.partials[int64_t(index) * p.out_channels + channel0 + channel] = partial;
                  });

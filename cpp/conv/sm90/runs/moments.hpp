@@ -104,25 +104,38 @@ __device__ __forceinline__ void to_floats(device::Pack<T, kQuad> const (&packs)[
   }
 }
 
+// Of a lane's quad, the positions that are pixels. Where one begins within the quad, it does at
+// half of it.
+struct QuadRange {
+  int begin, end;
+
+  __device__ __forceinline__ int count() const { return end - begin; }
+  __device__ __forceinline__ bool has(int position) const {
+    return position >= begin && position < end;
+  }
+};
+
 // Where nothing is summed up.
 struct NoSums {};
 
-// Sums of a lane's values. kWhole: all of a quad's are pixels, else `count` of them.
+// Sums of a lane's values. kWhole: all of a quad's are pixels.
 template <bool kWhole>
 class LaneSums {
  public:
-  // Of the pair of channels `pair` of the lane's; the shift is what the first lane that has them
-  // has first.
-  __device__ __forceinline__ void add(int pair, float const (&values)[2][kQuad], int count) {
+  // Of the pair of channels `pair` of the lane's; the shift is the first pixel of the first lane
+  // that has them.
+  __device__ __forceinline__ void add(int pair, float const (&values)[2][kQuad], QuadRange pixels) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float const shift = __shfl_sync(~0u, values[e][0], threadIdx.x % 4);
+      bool const begins_within = !kWhole && pixels.begin > 0;
+      float const first = begins_within ? values[e][kQuad / 2] : values[e][0];
+      float const shift = __shfl_sync(~0u, first, threadIdx.x % 4);
       if (final_pair() == pair) shifts_[e] = shift;
       float d[kQuad];
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
         d[i] = values[e][i] - shift;
-        if constexpr (!kWhole) d[i] = i < count ? d[i] : 0.0f;
+        if constexpr (!kWhole) d[i] = pixels.has(i) ? d[i] : 0.0f;
       }
       sums_[2 * pair + e] = (d[0] + d[1]) + (d[2] + d[3]);
       squares_[2 * pair + e] = fmaf(d[0], d[0], d[1] * d[1]) + fmaf(d[2], d[2], d[3] * d[3]);
@@ -131,10 +144,10 @@ class LaneSums {
 
   template <class T>
   __device__ __forceinline__ void add(int pair, device::Pack<T, kQuad> const (&values)[2],
-                                      int count) {
+                                      QuadRange pixels) {
     float floats[2][kQuad];
     to_floats(values, floats);
-    add(pair, floats, count);
+    add(pair, floats, pixels);
   }
 
   __device__ __forceinline__ void store(WarpMoments& warp) {

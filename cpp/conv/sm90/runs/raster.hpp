@@ -20,6 +20,7 @@ struct Raster {
   cutlass::FastDivmod slice_tiles, slices;
   int wide_tiles;  // of a slice, in the first shape
   int p, q;
+  bool is_staggered;
 
   static Raster of(ConvProblem const& c, Schedule const& s, int element_bytes) {
     Raster result{};
@@ -43,7 +44,13 @@ struct Raster {
     result.wide_tiles = s.tilings[0].slice_tiles();
     result.p = c.p;
     result.q = c.q;
+    result.is_staggered = s.is_staggered;
     return result;
+  }
+
+  // Columns that a row's quads begin before their strip's.
+  __device__ __forceinline__ int stagger(int slice, int row) const {
+    return is_staggered ? (slice * p + row) % 2 * kStagger : 0;
   }
 };
 
@@ -67,11 +74,23 @@ struct Tile {
   // Of its positions, those that are pixels.
   __device__ __forceinline__ int pixels(Raster const& raster) const {
     Raster::Shape const& s = raster.shapes[shape];
-    int const width = min(s.width, raster.q - column0);
+    // Of a row, in the strip's first so many columns.
+    auto const of_row = [&](int stagger, int columns) {
+      int const first = column0 - stagger;
+      return min(raster.q, first + columns) - max(0, first);
+    };
     auto const before = [&](int quad) {
       int row, column;
       s.quads(row, column, quad);
-      return row >= raster.p ? raster.p * width : row * width + min(width, column * kQuad);
+      bool const is_inside = row < raster.p;
+      row = min(row, raster.p);
+      int result = row * of_row(0, s.width);
+      if (raster.is_staggered) {
+        int const staggered = (row + slice * raster.p % 2) / 2;
+        result += staggered * (of_row(kStagger, s.width) - of_row(0, s.width));
+      }
+      if (is_inside && column > 0) result += of_row(raster.stagger(slice, row), column * kQuad);
+      return result;
     };
     return before(quad0 + s.tile_quads) - before(quad0);
   }

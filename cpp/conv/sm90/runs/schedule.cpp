@@ -249,6 +249,7 @@ Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Phas
       return refused(support.reason);
     }
   }
+  s.is_staggered = staggers(window) && p.q % kQuad == kStagger && p.z * p.p % 2 == 0;
   s.filter_stage_bytes = traits_of(math).parts * p.r * p.s * kTapBytes;
   Schedule streamed = s;
   streamed.streams_filter = true;

@@ -2,9 +2,9 @@
 // code without CUDA.
 //
 // A row of the output is cut into quads, runs of four neighbouring columns, and rows into strips of
-// some quads each; the last strip may be narrower than the others. A tile is up to kTileQuads
-// neighbouring quads of a strip, row after row. Its input is a box of lines as they lie in the
-// tensor, a halo around them.
+// some quads each; the last strip may be narrower than the others. In every other row they may
+// begin kStagger columns further left. A tile is up to kTileQuads neighbouring quads of a strip,
+// row after row. Its input is a box of lines as they lie in the tensor, a halo around them.
 //
 // In the instruction's terms M counts positions, N output channels and K what is summed: a k-block
 // is 32 bytes of input channels, a stage holds a k-block of a tile's lines for one depth tap.
@@ -48,6 +48,13 @@ struct Window {
   constexpr bool operator==(Window const&) const = default;
 };
 
+// Columns by which the quads of every other row begin further left, where an output's width is two
+// more than a multiple of four: then each lies where a store may take it whole.
+inline constexpr int kStagger = kQuad / 2;
+// Whether quads may. This window has such outputs of all lines of 16 bytes, and of few others' are
+// they.
+constexpr bool staggers(Window const& window) { return window == Window{2, 0}; }
+
 // Tiles of one shape, which cover `strips` neighbouring strips.
 struct Tiling {
   int strips = 0;
@@ -77,6 +84,7 @@ struct BlockSteps {
 struct Schedule {
   Support support;
   std::array<Tiling, 2> tilings;  // strips of full width, and the last
+  bool is_staggered = false;      // every other row, counted through all slices
   int slice_tiles = 0;
   int tiles = 0;         // of a sample, for each kBlockN output channels
   int blocks_n = 0;      // of kBlockN output channels

@@ -49,7 +49,8 @@ struct Traits {
   static constexpr Window kWindow{kBefore, kAfter};
   static constexpr bool kInterleaves = kInterleaves_;  // sub-pixel phases in the output
   static constexpr bool kOwnTaps = kInterleaves && kWindow.size() > 1;  // by phase
-  using Form = Form_;                                                   // the activation
+  static constexpr bool kStaggers = !kInterleaves && staggers(kWindow);
+  using Form = Form_;  // the activation
 
   using Element = typename Instruction<kMath>::Element;
   using Mma = typename Instruction<kMath>::Mma;

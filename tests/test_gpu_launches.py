@@ -293,6 +293,38 @@ def test_the_environment_switches_graphs_off():
         assert (made > 0) == expected and known > 0
 
 
+def test_profiles_of_graphs_made_between_them():
+    """torch's profiler tears down what it traces with, and sets it up anew: a graph that is launched
+    then may end the process."""
+    program = (
+        "import test_gpu_launches as t, torch\n"
+        "from torch.profiler import ProfilerActivity, profile\n"
+        "layers = []\n"
+        "for norm in t.NORMS:\n"
+        "    for layout in ('nchw', 'nhwc'):\n"
+        "        layer = t.Layer(norm, layout)\n"
+        "        x = layer.input()\n"
+        "        layers.append((layer, x))\n"
+        "        for _ in range(12): layer.step(x)\n"
+        "        made = t.graphs()\n"
+        "        torch.cuda.synchronize()\n"
+        "        with profile(activities=[ProfilerActivity.CUDA]) as seen:\n"
+        "            for known, y in layers:\n"
+        "                for _ in range(6): known.step(y)\n"
+        "            torch.cuda.synchronize()\n"
+        "        assert any('fusedconv' in each.key for each in seen.key_averages())\n"
+        "        assert t.graphs() == made > 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("norm", [None, "group", "batch"])
 def test_batched_gradients_of_a_call_that_is_repeated(norm):

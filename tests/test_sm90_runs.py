@@ -330,24 +330,35 @@ def test_system_1_takes_no_scratch_tensor():
 @pytest.mark.parametrize(
     ("changes", "streams"),
     [
-        ({}, False),
+        ({}, True),
         ({"save": True}, True),
         ({"save": True, "batch": 1}, False),  # a launch takes longer than it gains
+        ({"spatial": (255, 256)}, False),  # of an odd number of lines no quad is staggered
+        ({"spatial": (255, 256), "save": True}, True),
         ({"conv": geometry_of(torch.empty(64, 32, 3, 3))}, True),
         ({"conv": geometry_of(torch.empty(64, 32, 3, 3)), "batch": 1, "spatial": (32, 32)}, False),
-        ({"conv": geometry_of(torch.empty(64, 40, 3, 3))}, False),
+        ({"conv": geometry_of(torch.empty(64, 40, 3, 3)), "spatial": (255, 256)}, False),
         ({"save": True, "activation": "identity"}, False),
-        ({"save": True, "recompute": True}, False),
+        ({"save": True, "recompute": True}, True),
     ],
 )
 def test_what_follows_is_one_pass_where_the_epilogue_would_take_longer(changes, streams):
-    """With half of a block's channels empty, and where a pass activates anyway."""
+    """With half of a block's channels empty, where quads are staggered, and where a pass activates
+    anyway."""
     kernel = next(k for k in registry().kernels() if k.name == "sm90_runs_tf32_2_0")
     asked = system_1("tf32", **changes)
     assert kernel.streams_norm(asked, H200) is streams
     *_, convolving, last = kernel.compile(asked, H200).steps
     assert ("moments + normalize in one pass" in last) is streams
     assert ("moments" in convolving) is not streams
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_in_16_bits_it_is_one_pass_where_the_output_is_saved(precision):
+    name = f"sm90_runs_{precision.replace('fp', 'f')}_2_0"
+    kernel = next(k for k in registry().kernels() if k.name == name)
+    assert not kernel.streams_norm(system_1(precision), H200)
+    assert kernel.streams_norm(system_1(precision, save=True), H200)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ constexpr int kWantedSharedStages = 4;
 constexpr double kWorthStaying = 1.25;
 // What a stage less than wanted costs, of all.
 constexpr double kMissingStage = 0.2;
+// What a line of a box takes to stage beside its columns, in columns: narrow boxes have many.
+constexpr int kLineColumns = 8;
 constexpr int kFar = 1 << 14;  // of a tap's input from a position
 
 // Of a phase's axis whose output is the stride times the input.
@@ -96,7 +98,8 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
       fits = fits && t.tiles > 0;
       // What stages a tile weighs about a fifth of what multiplies it, at twice the tile's size; in
       // strict fp32, where a product is three, a fifteenth.
-      cost += t.slice_tiles() * (1.0 + staging * t.lines * t.columns / (kTileQuads * kQuad));
+      double const columns = t.lines * (t.columns + kLineColumns);
+      cost += t.slice_tiles() * (1.0 + staging * columns / (kTileQuads * kQuad));
     }
     if (!fits || (best > 0.0 && cost >= best)) continue;
     best = cost;

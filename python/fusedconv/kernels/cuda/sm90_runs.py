@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import by_axis
@@ -47,11 +49,12 @@ _STRICT_TAP_CYCLES = 270.0
 #: with fewer, memory takes as long.
 _HALF_BLOCK = 32
 _MEASURED_PRODUCTS = 32 * 9
-#: Cycles of a tile's epilogue that a pass behind saves there, and where the output is saved as it
-#: is before the activation, which a pass then has to compute anyway. Launches' time that it takes
-#: more. From the times of six problems on an H200, where with whole blocks it was slower in 16 bits
-#: by 5 to 15 % and as quick in strict fp32.
+#: Cycles of a tile's epilogue that a pass behind saves there, and of an activation and moments
+#: where quads are staggered; of those elsewhere in TF32, where the output is saved as it is before
+#: the activation, which a pass then has to compute anyway. Launches' time that it takes more. From
+#: the times of seven problems on an H200.
 _STREAMED_TILE = 1000.0
+_STREAMED_STAGGERED_TILE = 500.0
 _STREAMED_SAVING_TILE = 200.0
 _STREAMED_LAUNCHES = 3.0
 
@@ -126,21 +129,30 @@ class RunsSm90(InPlaceRow, Sm90Row):
 
     def _streaming_gain(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds that it saves."""
-        assert problem.conv is not None
-        form = act_norm_act(problem.epilogue, frozenset(KINDS))
-        assert isinstance(form, ActNormAct)
-        activates_anyway = problem.saves_conv_output and form.before != "identity"
-        products = problem.channels * math.prod(problem.conv.kernel_size)
-        if problem.output_channels <= _HALF_BLOCK and products >= _MEASURED_PRODUCTS:
-            cycles = _STREAMED_TILE
-        elif activates_anyway and self.precision == "tf32":
-            cycles = _STREAMED_SAVING_TILE
-        else:
-            return 0.0
         config = self.config(problem, device)
+        cycles = self._streamed_cycles(problem, config)
+        if cycles == 0.0:
+            return 0.0
         tiles = problem.batch * config.tiles * config.blocks_n
         seconds = tiles / max(1, device.multiprocessors) * cycles / device.clock_hertz
         return seconds * 1e3 - _STREAMED_LAUNCHES * device.launch_milliseconds
+
+    def _streamed_cycles(self, problem: ForwardProblem, config: Any) -> float:
+        """What such a pass saves of a tile."""
+        assert problem.conv is not None
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        assert isinstance(form, ActNormAct)
+        saves = problem.saves_conv_output
+        products = problem.channels * math.prod(problem.conv.kernel_size)
+        half = problem.output_channels <= _HALF_BLOCK
+        if half and products >= _MEASURED_PRODUCTS:
+            return _STREAMED_TILE
+        if form.before == "identity":
+            return 0.0
+        # In 16 bits, where nothing is saved, it takes as long as what it saves.
+        if config.is_staggered and not half and (saves or problem.dtype == torch.float32):
+            return _STREAMED_STAGGERED_TILE
+        return _STREAMED_SAVING_TILE if saves and self.precision == "tf32" else 0.0
 
     def can_stream_norm(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether such a pass could, at whatever cost."""

@@ -294,8 +294,8 @@ def test_the_environment_switches_graphs_off():
 
 
 def test_profiles_of_graphs_made_between_them():
-    """torch's profiler tears down what it traces with, and sets it up anew: a graph that is launched
-    then may end the process."""
+    """torch's profiler tears down what it traces with, and sets it up anew: a graph that is
+    launched then may end the process."""
     program = (
         "import test_gpu_launches as t, torch\n"
         "from torch.profiler import ProfilerActivity, profile\n"

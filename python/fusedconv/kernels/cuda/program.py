@@ -490,7 +490,7 @@ def run_program(
     if current.notes is not None:
         note_run(program, tensors, num_bytes)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    # A process crashes that launches a graph of its own while CUPTI, which torch's profiler has torn
-    # down before, is there again (CUDA 13.0).
+    # A process crashes that launches a graph of its own while CUPTI is there again, which torch's
+    # profiler has torn down before (CUDA 13.0).
     replays = not profiler._is_profiler_enabled
     program.run(addresses, address(workspace), raw_stream(device.index), replays)

@@ -12,7 +12,6 @@
 
 #include <array>
 #include <cstdint>
-#include <vector>
 
 #include "conv/math_table.hpp"
 #include "conv/transposed.hpp"

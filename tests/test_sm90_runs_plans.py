@@ -59,6 +59,7 @@ def test_system_1_takes_no_scratch_tensor():
         ({"conv": geometry_of(torch.empty(64, 32, 3, 3))}, True),
         ({"conv": geometry_of(torch.empty(64, 32, 3, 3)), "batch": 1, "spatial": (32, 32)}, False),
         ({"conv": geometry_of(torch.empty(64, 40, 3, 3)), "spatial": (255, 256)}, False),
+        ({"conv": geometry_of(torch.empty(16, 64, 3, 3)), "channels": 16}, False),  # few products
         ({"save": True, "activation": "identity"}, False),
         ({"save": True, "recompute": True}, True),
     ],

@@ -14,6 +14,7 @@
 #include "conv/filter_operand.hpp"
 #include "fusedconv/check.hpp"
 #include "program/query_device.hpp"
+#include "program/replays.hpp"
 #include "program/sequence.hpp"
 
 namespace fusedconv::binding {
@@ -83,12 +84,15 @@ void bind_program(py::module_& m) {
       .def_property_readonly("graphs", &Program::graphs, "CUDA graphs that it keeps of its runs.")
       .def(
           "run",
-          [](Program const& self, py::list const& pointers, uintptr_t workspace, uintptr_t stream,
-             bool replays) { self.run(Addresses(pointers).span(), workspace, stream, replays); },
-          py::arg("pointers"), py::arg("workspace"), py::arg("stream"), py::arg("replays") = true,
+          [](Program const& self, py::list const& pointers, uintptr_t workspace, uintptr_t stream) {
+            self.run(Addresses(pointers).span(), workspace, stream);
+          },
+          py::arg("pointers"), py::arg("workspace"), py::arg("stream"),
           "Launches every step on the stream. pointers: a list of addresses by slot, 0 where a "
-          "tensor is absent; workspace: workspace_bytes of them, aligned to 256; replays: whether "
-          "by a CUDA graph where the same addresses come again. Does not synchronise.");
+          "tensor is absent; workspace: workspace_bytes of them, aligned to 256. Does not "
+          "synchronise.");
+  m.def("stop_replays", &Replays::stop,
+        "From now on no runs of the process are replayed as CUDA graphs.");
   py::class_<Sequence>(m, "Sequence", "Programs one after another, run by one call.")
       .def(py::init<int>(), py::arg("device"))
       .def_static(

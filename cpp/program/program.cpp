@@ -78,14 +78,10 @@ void Program::run(std::vector<Entry> const& entries, RunContext& context) {
   }
 }
 
-void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream,
-                  bool replays) const {
+void Program::run(std::span<uintptr_t const> pointers, uintptr_t workspace,
+                  uintptr_t stream) const {
   check(pointers, workspace);
   DeviceGuard const guard(device_);
-  if (!replays) {
-    launch(pointers, workspace, reinterpret_cast<cudaStream_t>(stream));
-    return;
-  }
   std::array<uintptr_t, kMaxSlots + 1> addresses;
   std::ranges::copy(pointers, addresses.begin());
   addresses[pointers.size()] = workspace;

@@ -39,9 +39,8 @@ class Program {
 
   // Launches everything on the stream of the program's device, which is current only meanwhile;
   // never synchronises, never allocates memory of the device but for graphs. `workspace` is aligned
-  // to 256 bytes. Where the same addresses come again, all launches are one, if `replays`.
-  void run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream,
-           bool replays = true) const;
+  // to 256 bytes. Where the same addresses come again, all launches are one.
+  void run(std::span<uintptr_t const> pointers, uintptr_t workspace, uintptr_t stream) const;
   // Throws InvalidArgument where run() does not take these.
   void check(std::span<uintptr_t const> pointers, uintptr_t workspace) const;
   // What run() does with those that check() takes, on the current device, launch by launch.

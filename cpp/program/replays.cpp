@@ -21,6 +21,7 @@ constexpr int64_t kTried = 2 * Replays::kMostGraphs;
 constexpr int64_t kLeastUse = 8;
 
 std::atomic<int> graphs_of_process{0};
+std::atomic<bool> is_stopped{false};
 
 std::size_t hash_of(std::span<uintptr_t const> addresses) {
   std::size_t hash = 0xcbf29ce484222325;
@@ -95,10 +96,12 @@ bool replays_launches() {
     char const* const text = std::getenv("FUSEDCONV_REPLAY");
     return text == nullptr || std::string_view(text) != "0";
   }();
-  return value;
+  return value && !is_stopped;
 }
 
 }  // namespace
+
+void Replays::stop() { is_stopped = true; }
 
 Replays::~Replays() {
   for (Kept const& each : kept_) destroy(each.graph);

@@ -32,13 +32,17 @@ class Replays {
   Replays& operator=(Replays const&) = delete;
 
   // Does what `launch(stream)` does on the current device, which must depend on nothing but
-  // `addresses`. Called directly while the stream is captured, where a graph cannot be made, and
-  // where FUSEDCONV_REPLAY=0 in the environment says so. `steps` are named if a graph fails.
+  // `addresses`. Called directly while the stream is captured, where a graph cannot be made, where
+  // FUSEDCONV_REPLAY=0 in the environment says so, and after stop(). `steps` are named if a graph
+  // fails.
   void run(std::span<uintptr_t const> addresses, cudaStream_t stream,
            std::function<void(cudaStream_t)> const& launch,
            std::function<std::vector<std::string>()> const& steps);
 
   int graphs() const;
+
+  // From now on all launches of the process are direct.
+  static void stop();
 
  private:
   struct Kept {

@@ -57,6 +57,7 @@ __device__ __forceinline__ void consume(Params const& p, Header& header, Memory 
   // Groups of products in flight while the next step's operands replace the previous step's.
   constexpr int kAhead = kTaps > 1 ? kTaps - 1 : 1;
   using Operands = Run<Traits::kElementBytes, Traits::kWindow.before, Traits::kWindow.after>;
+  static_assert(Operands::kStaggers == Traits::kStaggers, "what sets the operands' order");
   // A shared ring has one set of barriers.
   int const ring = p.streams_filter ? 0 : consumer;
   uint64_t* const full = header.barriers.full[ring];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from fusedconv.problem import (
     act_norm_act,
 )
 from fusedconv.support import Support
+
+logger = logging.getLogger("fusedconv")
 
 HAS_CUDA: bool = bool(_C.build["cuda"])
 #: Families of convolution kernels that this build holds.
@@ -490,7 +493,14 @@ def run_program(
     if current.notes is not None:
         note_run(program, tensors, num_bytes)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    # A process crashes that launches a graph of its own while CUPTI is there again, which torch's
-    # profiler has torn down before (CUDA 13.0).
-    replays = not profiler._is_profiler_enabled
-    program.run(addresses, address(workspace), raw_stream(device.index), replays)
+    if profiler._is_profiler_enabled:
+        _stop_replays()
+    program.run(addresses, address(workspace), raw_stream(device.index))
+
+
+@functools.cache
+def _stop_replays() -> None:
+    """For good: a process has ended in a crash where a graph of its own was launched under a later
+    session of torch's profiler (CUDA 13.0), whose warm-up nothing tells of."""
+    _C.stop_replays()
+    logger.info("torch's profiler records: from here on no launches are replayed as CUDA graphs")

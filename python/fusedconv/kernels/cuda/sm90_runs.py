@@ -144,13 +144,15 @@ class RunsSm90(InPlaceRow, Sm90Row):
         assert isinstance(form, ActNormAct)
         saves = problem.saves_conv_output
         products = problem.channels * math.prod(problem.conv.kernel_size)
-        half = problem.output_channels <= _HALF_BLOCK
-        if half and products >= _MEASURED_PRODUCTS:
+        is_long = products >= _MEASURED_PRODUCTS
+        is_half = problem.output_channels <= _HALF_BLOCK
+        if is_half and is_long:
             return _STREAMED_TILE
         if form.before == "identity":
             return 0.0
         # In 16 bits, where nothing is saved, it takes as long as what it saves.
-        if config.is_staggered and not half and (saves or problem.dtype == torch.float32):
+        gains = saves or problem.dtype == torch.float32
+        if config.is_staggered and is_long and not is_half and gains:
             return _STREAMED_STAGGERED_TILE
         return _STREAMED_SAVING_TILE if saves and self.precision == "tf32" else 0.0
 

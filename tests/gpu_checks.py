@@ -16,9 +16,6 @@ from fusedconv.functional import conv_transpose_act_norm
 #: Of an output in strict fp32: eager's error and that of 3xTF32 are alike, but over a few values
 #: chance may part them.
 FEWEST_STRICT_VALUES = 1000
-#: What splitting operands in two costs in strict fp32, whatever the sum; eager's error is less in a
-#: short one.
-SPLITTING = 1e-7
 #: Of a problem with normalised groups of a few values, whose deviations may be next to nothing.
 FEWEST_NORMALISED_VALUES = 32
 

@@ -51,6 +51,22 @@ def geometry_of(weight: torch.Tensor, **changes: Any) -> ConvTransposeGeometry:
     return ConvTransposeGeometry(**{**fields, **changes})
 
 
+def system_1(precision: str, **changes: Any) -> ForwardProblem:
+    """Of the full size, changed."""
+    dtype = DTYPES.get(precision, torch.float32)
+    fields = {
+        "dtype": dtype,
+        "output_dtype": dtype,
+        "precision": precision,
+        "batch": 128,
+        "channels": 64,
+        "spatial": (256, 256),
+        "conv": geometry_of(torch.empty(64, 64, 3, 3)),
+        "norm": group_norm_stage(8),
+    }
+    return problem(**{**fields, **changes})
+
+
 def group_norm_stage(num_groups: int = 2, **changes: Any) -> Norm:
     """A GroupNorm with weight and bias in float32, changed."""
     fields = {

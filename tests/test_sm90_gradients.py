@@ -7,9 +7,10 @@ import dataclasses
 import math
 import random
 
+import problems
 import pytest
 import torch
-from problems import backward_problem, geometry_of, group_norm_stage, problem
+from problems import backward_problem, geometry_of, problem
 from reference import LAYOUTS
 
 import fusedconv
@@ -83,19 +84,7 @@ def kernel_named(name: str):
 
 
 def system_1(precision: str, **changes) -> ForwardProblem:
-    dtype = DTYPES.get(precision, torch.float32)
-    fields = dict(
-        dtype=dtype,
-        output_dtype=dtype,
-        precision=precision,
-        batch=128,
-        channels=64,
-        spatial=(256, 256),
-        conv=geometry_of(torch.empty(64, 64, 3, 3)),
-        norm=group_norm_stage(8),
-        save=True,
-    )
-    return problem(**(fields | changes))
+    return problems.system_1(precision, **{"save": True, **changes})
 
 
 def test_rows_are_named_by_math_and_filter_rows():

@@ -158,7 +158,9 @@ struct Run<2, kBefore, kAfter> {
                    : "=r"(words[c][kFirst]), "=r"(words[c][kFirst + 1])
                    : "r"(at));
       if constexpr (kStaggers) {
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[c][2]) : "r"(at + stagger.beside * 2));
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(words[c][kWords - 1])
+                     : "r"(at + stagger.beside * 2));
       } else if constexpr (kWordsBefore > 0) {
         asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[c][0]) : "r"(at - 4));
       }
@@ -174,8 +176,8 @@ struct Run<2, kBefore, kAfter> {
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        ordered[c][i] = words[c][i];
-        if constexpr (kStaggers) ordered[c][i] = stagger.choose(words[c][i], words[c][(i + 2) % 3]);
+        ordered[c][i] =
+            kStaggers ? stagger.choose(words[c][i], words[c][(i + 2) % kWords]) : words[c][i];
       }
     }
 #pragma unroll

@@ -51,8 +51,7 @@ struct Window {
 // Columns by which the quads of every other row begin further left, where an output's width is two
 // more than a multiple of four: then each lies where a store may take it whole.
 inline constexpr int kStagger = kQuad / 2;
-// Whether quads may. This window has such outputs of all lines of 16 bytes, and of few others' are
-// they.
+// Whether quads may: of input lines of whole 16 bytes this window alone always has such outputs.
 constexpr bool staggers(Window const& window) { return window == Window{2, 0}; }
 
 // Tiles of one shape, which cover `strips` neighbouring strips.

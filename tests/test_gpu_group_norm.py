@@ -225,6 +225,48 @@ def test_large_mean(shape, groups, layout, kernel, mean, monkeypatch):
         assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
 
 
+def off_in_the_first_channel(channels: int, groups: int) -> torch.Tensor:
+    """By channel: 3 for the first one of each group, else 0."""
+    first = torch.arange(channels, device="cuda") % (channels // groups) == 0
+    return 3.0 * first
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_first_channel_far_off_the_others(kernel, layout, monkeypatch):
+    """Parts of a group are merged about the mean of one of them, which must not round the rest."""
+    shape, groups = (64, 64, 8, 8), 2
+    traits = dict(capability=torch.cuda.get_device_capability(), multiprocessors=132)
+    if not serves(kernel, shape, groups, torch.float32, layout == "nhwc", **traits):
+        pytest.skip(f"{kernel} does not serve it here")
+    monkeypatch.setenv("FUSEDCONV_KERNEL", kernel)
+    x = 0.5 * torch.randn(shape, device="cuda")
+    x += off_in_the_first_channel(64, groups)[:, None, None]
+    if layout == "nhwc":
+        x = channels_last(x)
+    reference = F.group_norm(x.double(), groups)
+    eager_error = relative_error(F.group_norm(x, groups), reference)
+    error = relative_error(group_norm(x, groups), reference)
+    assert error <= 1.1 * eager_error + FLOOR[torch.float32], (error, eager_error)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_first_channel_far_off_the_others_behind_a_convolution(layout, monkeypatch):
+    """The mean of each group to a rounding of the deviation: outputs add to the parts' errors those
+    of the convolution."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    groups, x = 2, torch.randn(64, 16, 6, 8, device="cuda")
+    if layout == "nhwc":
+        x = channels_last(x)
+    weight = 0.5 * torch.randn(16, 64, 3, 3, device="cuda") / 12
+    bias = off_in_the_first_channel(64, groups)
+    pixels = conv_transpose_act_norm(x, weight, bias, precision="fp32")
+    actual = conv_transpose_act_norm(x, weight, bias, num_groups=groups, precision="fp32")
+    exact = F.group_norm(pixels.double(), groups)
+    means = (actual - exact).unflatten(1, (groups, -1)).mean((2, 3, 4))
+    assert means.square().mean().sqrt() <= FLOOR[torch.float32], means
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("provider", ["cutlass_sm80", "cutlass_sm90"])
 @pytest.mark.parametrize(("channels", "groups"), [(64, 8), (20, 20)])

@@ -5,10 +5,11 @@
 
 namespace fusedconv::device {
 
-// The same in every lane.
+// Over each kLanes lanes; the same in every one of them.
+template <int kLanes = 32>
 __device__ __forceinline__ float warp_total(float value) {
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
   return value;
 }
 

@@ -11,7 +11,7 @@
 namespace fusedconv::groupnorm {
 
 inline constexpr int kImages = kReplacerGroups + 1;  // of tiles: see gradient_images.hpp
-inline constexpr int kPartials = 2;                  // tiles whose sums by thread are under way
+inline constexpr int kPartials = kSummerGroups + 1;  // tiles whose sums by thread are under way
 
 // Whether there may be an activation behind the affine map.
 template <int kKnown>
@@ -27,7 +27,12 @@ struct alignas(16) Tile {
   unsigned ordinal;  // of the unit among the block's
   unsigned whole;    // vectors up to the last that is all the tile's
   bool is_last;      // of the block's in the unit
+  bool is_wide;      // some values are beyond the range of half precision
 };
+
+// GELU of bfloat16 is computed in half precision, as of what the forward pass normalises.
+template <class T, int kKnown>
+inline constexpr bool kTakesHalves = std::is_same_v<T, __nv_bfloat16> && kKnown == kQuickGeluBefore;
 
 struct GradientShared {
   device_stream::Barriers barriers;
@@ -89,7 +94,8 @@ class Announcer {
                      walk.tile,
                      ordinal_,
                      extent.skip + extent.count >> stream_.vector_shift,
-                     next.unit != walk.unit};
+                     next.unit != walk.unit,
+                     false};
   }
 
  private:
@@ -120,13 +126,33 @@ __device__ __forceinline__ void for_vectors(Tile const& tile, int thread, Body c
   }
 }
 
+// The same for all lanes of a warp at once, kAhead vectors of each: body(vectors, whether there is
+// one, whether it is not all the tile's).
+template <int kThreads, int kAhead, class Body>
+__device__ __forceinline__ void for_vectors_of_warps(Tile const& tile, int thread,
+                                                     Body const& body) {
+#pragma unroll 1
+  for (unsigned first = thread / 32 * 32; first < tile.extent.vectors; first += kAhead * kThreads) {
+    int vectors[kAhead];
+    bool is_there[kAhead], is_ragged[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      unsigned const vector = first + i * kThreads + thread % 32;
+      vectors[i] = int(vector);
+      is_there[i] = vector < tile.extent.vectors;
+      is_ragged[i] = is_there[i] && (vector >= tile.whole || (vector == 0 && tile.extent.skip > 0));
+    }
+    body(vectors, is_there, is_ragged);
+  }
+}
+
 // Makes zeros of the elements that are not the tile's.
-template <int kVector>
+template <class T, int kVector>
 __device__ __forceinline__ void clear_others(Tile const& tile, Stream const& s, int vector,
-                                             float (&values)[kVector]) {
+                                             T (&values)[kVector]) {
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
-    if (!tile.extent.has(s, vector, e)) values[e] = 0.0f;
+    if (!tile.extent.has(s, vector, e)) values[e] = device::from_float<T>(0.0f);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/sum.hpp"
 #include "groupnorm/statistics.hpp"
 
 namespace fusedconv::device {
@@ -112,12 +113,6 @@ struct Moments {
     low = fmaf(delta, weight, low);
     count += float(kCount);
   }
-
-  // Lane 0's, in every lane.
-  __device__ __forceinline__ Moments of_first_lane() const {
-    return {__shfl_sync(~0u, count, 0), __shfl_sync(~0u, mean, 0), __shfl_sync(~0u, low, 0),
-            __shfl_sync(~0u, m2, 0)};
-  }
 };
 
 // The moments of `count` values from their sums about a shift that is one of them, for which the
@@ -166,22 +161,28 @@ __device__ __forceinline__ void store(groupnorm::StatisticsTargets const& target
   if (targets.rstd != nullptr) targets.rstd[group] = statistics.rstd;
 }
 
-// Merges over each kLanes lanes of a warp in a fixed tree; the results are valid in the first lane
-// of each. The reference is the mean of the first lane that has values.
+// Merges over each kLanes lanes of a warp in a fixed order; the results are valid in every one of
+// them. In two passes, about the mean of the first lane that has values and about what that gives:
+// the lane's may be one of few parts and far off the others, and their distances from it would
+// round the mean at each level of a tree.
 template <int kLanes = 32>
-__device__ __forceinline__ Moments merge_warp(Moments value) {
+__device__ __forceinline__ Moments merge_warp(Moments const& value) {
   constexpr unsigned kMask = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
   unsigned const base = threadIdx.x % 32 / kLanes * kLanes;
-  unsigned const filled = __ballot_sync(~0u, value.count > 0.0f) >> base & kMask;
+  bool const any = value.count > 0.0f;  // else its mean says nothing
+  unsigned const filled = __ballot_sync(~0u, any) >> base & kMask;
   float const reference = __shfl_sync(~0u, value.mean, max(__ffs(int(filled)) - 1, 0), kLanes);
-  RelativeMoments total = value.about(reference);
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    total.merge({__shfl_down_sync(~0u, total.count, step, kLanes),
-                 __shfl_down_sync(~0u, total.offset, step, kLanes),
-                 __shfl_down_sync(~0u, total.m2, step, kLanes)});
-  }
-  return Moments::of(reference, total);
+  float const count = warp_total<kLanes>(value.count);
+  auto const share = [&](float sum) { return count > 0.0f ? __fdividef(sum, count) : 0.0f; };
+  float const offset = value.about(reference).offset;
+  float const sum = warp_total<kLanes>(any ? value.count * offset : 0.0f);
+  float2 const mean = two_sum(reference, share(sum));
+  float const delta = any ? (value.mean - mean.x) + (value.low - mean.y) : 0.0f;
+  // What roundings, and the approximate quotient, leave of the sum.
+  float const left = warp_total<kLanes>(value.count * delta);
+  float const m2 = warp_total<kLanes>(fmaf(delta * delta, value.count, value.m2));
+  float const rest = share(left);
+  return {count, mean.x, mean.y + rest, fmaf(-left, rest, m2)};
 }
 
 // Merges over the block's threads in a fixed tree; the result is valid in thread 0.

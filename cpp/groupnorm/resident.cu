@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
                     unsigned vectors_per_plane, float eps) {
   constexpr int kBlock = resident_block(kThreads);
   static_assert(kBlock % kThreads == 0 && kThreads % 32 == 0, "whole warps per group");
-  __shared__ device::RelativeMoments shared[kBlock / 32];
+  __shared__ Moments shared[kBlock / 32];
   unsigned const unit = blockIdx.x * (kBlock / kThreads) + threadIdx.x / kThreads;
   int const thread = threadIdx.x % kThreads;
   // The last block may hold fewer groups; its threads without one still meet the barriers.
@@ -45,15 +45,11 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     if (k < count)
       packs[k] = Pack<T, kVector>::load(input + (base + thread + k * kThreads) * kVector);
   }
-  float const reference =
-      active ? before<kActivate>(affine.activation_before, device::to_float(input[base * kVector]))
-             : 0.0f;
   auto const total = device_resident::merge_group<kThreads>(
       device_resident::moments_of_packs<T, kVector, kPacks, kActivate>(packs, count,
-                                                                       affine.activation_before)
-          .about(reference),
+                                                                       affine.activation_before),
       shared);
-  Statistics const group = device::statistics_of(Moments::of(reference, total), eps);
+  Statistics const group = device::statistics_of(total, eps);
   if (active && thread == 0) device::store(saved, unit, group);
   int const first_channel = int(unit % unsigned(affine.groups)) * affine.channels_per_group;
 #pragma unroll

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
   constexpr int kVector = 16 / sizeof(T);
   constexpr int kBlock = resident_block(kThreads);
   constexpr int kGroups = kBlock / kThreads;
-  __shared__ device::RelativeMoments shared[kBlock / 32];
+  __shared__ Moments shared[kBlock / 32];
   extern __shared__ TableEntry table[];  // [kGroups][channels_per_group]
   unsigned const unit = blockIdx.x * kGroups + threadIdx.x / kThreads;
   int const thread = threadIdx.x % kThreads;
@@ -53,14 +53,11 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     int const channel = first_channel + c;
     channels[c] = make_float2(weight_of(affine, channel), bias_of(affine, channel));
   }
-  float const reference =
-      active ? before<kActivate>(affine.activation_before, device::to_float(input[base])) : 0.0f;
   auto const total = device_resident::merge_group<kThreads>(
       device_resident::moments_of_packs<T, kVector, kThreadPacks, kActivate>(
-          packs, count, affine.activation_before)
-          .about(reference),
+          packs, count, affine.activation_before),
       shared);
-  Statistics const group = device::statistics_of(Moments::of(reference, total), eps);
+  Statistics const group = device::statistics_of(total, eps);
   if (active && thread == 0) device::store(saved, unit, group);
   for (int c = thread; active && c < affine.channels_per_group; c += kThreads) {
     auto const channel = ChannelAffine::of(group, channels[c].x, channels[c].y);

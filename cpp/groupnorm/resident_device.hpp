@@ -49,7 +49,6 @@ namespace device_resident {
 
 using device::Moments;
 using device::Pack;
-using device::RelativeMoments;
 
 // Moments of the first `count` packs, all activated.
 template <class T, int kVector, int kPacks, bool kActivate>
@@ -70,34 +69,22 @@ __device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kP
   return total.moments(count * kVector);
 }
 
-__device__ __forceinline__ RelativeMoments merge_warp(RelativeMoments total) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    total.merge({__shfl_down_sync(~0u, total.count, step),
-                 __shfl_down_sync(~0u, total.offset, step), __shfl_down_sync(~0u, total.m2, step)});
-  }
-  return total;
-}
-
-// The moments of a group from those of its kThreads threads, in every one of them, all about one
-// reference: three registers a set, of which these kernels have few. shared has a place for each
-// warp of the block.
+// The moments of a group from those of its kThreads threads, in every one of them. shared has a
+// place for each warp of the block.
 template <int kThreads>
-__device__ __forceinline__ RelativeMoments merge_group(RelativeMoments total,
-                                                       RelativeMoments* shared) {
+__device__ __forceinline__ Moments merge_group(Moments total, Moments* shared) {
   constexpr int kWarps = kThreads / 32;
-  total = merge_warp(total);
+  total = device::merge_warp(total);
   if constexpr (kWarps > 1) {
     int const warp = threadIdx.x / 32;
     int const first_warp = warp / kWarps * kWarps;
     if (threadIdx.x % 32 == 0) shared[warp] = total;
     __syncthreads();
     // Every warp merges the group's partial moments in the same order.
-    total = threadIdx.x % 32 < kWarps ? shared[first_warp + threadIdx.x % 32] : RelativeMoments{};
-    total = merge_warp(total);
+    total = threadIdx.x % 32 < kWarps ? shared[first_warp + threadIdx.x % 32] : Moments{};
+    total = device::merge_warp(total);
   }
-  return {__shfl_sync(~0u, total.count, 0), __shfl_sync(~0u, total.offset, 0),
-          __shfl_sync(~0u, total.m2, 0)};
+  return total;
 }
 
 }  // namespace device_resident

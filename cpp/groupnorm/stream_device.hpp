@@ -276,13 +276,16 @@ __device__ __forceinline__ void store_tiles(uint4* output, Stream const& s, Barr
   }
 }
 
-// Weights and biases of all channels, for the block's kThreads threads to share after a barrier.
+// Weights and biases of all channels, for the block's kThreads threads to share. The barrier is for
+// racecheck, which follows an initialisation that none of a warp's lanes performs to the address
+// that a register has from here.
 template <int kThreads>
 __device__ __forceinline__ TableEntry* fill_table(Affine const& affine, unsigned char* shared) {
   auto* const table = reinterpret_cast<TableEntry*>(shared);
   for (int c = threadIdx.x; c < affine.channels; c += kThreads) {
     table[c] = make_float2(weight_of(affine, c), bias_of(affine, c));
   }
+  __syncthreads();
   return table;
 }
 

@@ -6,13 +6,17 @@
 #include <type_traits>
 
 #include "cuda/math.hpp"
+#include "cuda/pair_sums.hpp"
+#include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
+#include "groupnorm/half_gelu.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/moments.hpp"
 #include "groupnorm/running_moments.hpp"
 #include "groupnorm/stream_device.hpp"
+#include "groupnorm/stream_tiles.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
@@ -20,151 +24,49 @@ namespace {
 using device::Moments;
 using device::Pack;
 using device::RingCursor;
+using device_stream::Announcer;
 using device_stream::Extent;
 using device_stream::first_word;
+using device_stream::Held;
+using device_stream::KindOf;
+using device_stream::kMergers;
+using device_stream::kPartials;
+using device_stream::kThreadsPerBlock;
 using device_stream::participant;
 using device_stream::participants;
+using device_stream::Place;
 using device_stream::publish;
+using device_stream::StreamShared;
 using device_stream::unpacked;
 using device_stream::Walk;
 using device_stream::Words;
 
-constexpr int kMergers = 2;   // warps that take units in turn: one unit waits for words from afar
-constexpr int kPartials = 2;  // units whose moments by thread may be there
-constexpr int kThreadsPerBlock = 2 * kWorkers + (kMergers + 3) * 32;
-static_assert(kUnitStages % kMergers == 0, "a warp waits for every phase of its stages");
-
-// What a kernel does: kKnown_ says what it knows of the activations; with kActivates_ there is one
-// in front, for which who takes a tile's moments replaces it by what is activated. It is computed
-// once then, and the moments are of what is normalised.
-template <class T_, int kKnown_, bool kActivates_>
-struct KindOf {
-  using T = T_;
-  static constexpr int kKnown = kKnown_;
-  static constexpr bool kActivates = kActivates_;
-  // Of an activation that is called, the one behind is left.
-  static constexpr int kBehind =
-      kActivates && kKnown != kAnyActivation ? int(kNoActivation) : kKnown;
-  static constexpr bool kKeepsFloats =
-      kActivates && sizeof(T) == 2 && kKnown != kReluBefore;  // as keeps_floats()
-  static constexpr int kVector = 16 / sizeof(T);
-  static constexpr int kVectors = kStageVectors / (kKeepsFloats ? 2 : 1);  // of a thread, in a tile
-};
-
-// A thread's vector of a tile: as it was loaded or, activated, in its place; where that is in
-// float32 and twice as long, the second half is as far behind as half a stage.
+// The activation in front. That it makes NaN of infinity does not matter, whose group's deviations
+// are NaN anyway.
 template <class Kind>
-struct Held {
+__device__ __forceinline__ void activate_in_front(Affine const& affine,
+                                                  float (&values)[Kind::kVector]) {
+  if constexpr (Kind::kKnown == kQuickGeluBefore) {
+    using activations::Gelu;
+#pragma unroll
+    for (float& x : values) {
+      float const a = fabsf(x);
+      x = fmaf(-a, device::quick_exp2(Gelu::quick_log2_tail(a)), device::maximum(x, 0.0f));
+    }
+  } else {
+    activate<Kind::kKnown>(affine.activation_before, affine.quick, values);
+  }
+}
+
+// A vector of a tile, from where that was loaded.
+template <class Kind>
+__device__ __forceinline__ void load_activated(Place const& tile, unsigned vector,
+                                               Affine const& affine,
+                                               float (&values)[Kind::kVector]) {
   using T = typename Kind::T;
-  static constexpr int kVector = Kind::kVector;
-  using Stored = std::conditional_t<Kind::kKeepsFloats, float, T>;
-  static constexpr int kParts = Kind::kKeepsFloats ? 2 : 1;
-  static constexpr int kPart = kVector / kParts;
-  using Part = Pack<Stored, kPart>;
-
-  Part parts[kParts];
-
-  __device__ __forceinline__ static Stored* part_of(T* place, int i) {
-    return reinterpret_cast<Stored*>(reinterpret_cast<unsigned char*>(place) + i * kStageBytes / 2);
-  }
-  __device__ __forceinline__ static Held load(T* place) {
-    Held result;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) result.parts[i] = Part::load(part_of(place, i));
-    return result;
-  }
-  __device__ __forceinline__ void to_floats(float (&values)[kVector]) const {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      float own[kPart];
-      parts[i].to_floats(own);
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) values[i * kPart + e] = own[e];
-    }
-  }
-  __device__ __forceinline__ static void store(float const (&values)[kVector], T* place) {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      float own[kPart];
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) own[e] = values[i * kPart + e];
-      Part::of(own).store(part_of(place, i));
-    }
-  }
-};
-
-// A stage's tile, as the thread that loads it leaves it for all who wait for it.
-struct alignas(16) Place {
-  unsigned vectors;
-  unsigned channel;  // of the first element, of all
-  unsigned left;     // elements of that channel from there on
-  unsigned ordinal;  // of the unit among the block's
-  bool is_last;      // of the block's in the unit
-
-  // The same of the vector that begins so many elements behind.
-  __device__ __forceinline__ Place at(unsigned elements, unsigned plane_elements) const {
-    Place result = *this;
-    if (elements < left) {
-      result.left = left - elements;
-    } else {
-      unsigned const behind = elements - left, planes = behind / plane_elements;
-      result.channel = channel + 1 + planes;
-      result.left = (planes + 1) * plane_elements - behind;
-    }
-    return result;
-  }
-};
-
-struct StreamShared {
-  device_stream::Barriers barriers;
-  uint64_t activated[kMaxStages];  // a stage's tile has been
-  uint64_t summed[kPartials];      // a unit's moments by thread are there
-  uint64_t added[kPartials];       // and read
-  Place places[kMaxStages];
-  Statistics statistics[kUnitStages];
-  float4 partial[kPartials][kWorkers];  // as Moments
-
-  __device__ __forceinline__ void init(int stages) {
-    int const i = int(threadIdx.x);
-    if (i < stages) device::init_barrier(&activated[i], kWorkers);
-    if (i < kPartials) {
-      device::init_barrier(&summed[i], kWorkers);
-      device::init_barrier(&added[i], 32);
-    }
-    barriers.init(stages, false, kWorkers);
-  }
-};
-static_assert(sizeof(StreamShared) <= static_shared_bytes(1), "what the config sets aside");
-
-// One thread says where tiles lie, as it loads them.
-class Announcer {
- public:
-  __device__ __forceinline__ Announcer(Affine const& affine, Stream const& s, Place* places)
-      : affine_(affine), stream_(s), places_(places) {}
-
-  __device__ __forceinline__ void operator()(int stage, Walk const& walk, Extent const& extent) {
-    if (walk.unit != unit_) {
-      unit_ = walk.unit;
-      ++ordinal_;
-      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
-    }
-    Walk next = walk;
-    next.advance(stream_);
-    unsigned const first = extent.first << stream_.vector_shift;
-    unsigned const plane = first / stream_.plane_elements;
-    places_[stage] = {extent.vectors, first_channel_ + plane,
-                      (plane + 1) * stream_.plane_elements - first, ordinal_,
-                      next.unit != walk.unit};
-  }
-
- private:
-  Affine const& affine_;
-  Stream const& stream_;
-  Place* places_;
-  unsigned unit_ = ~0u;
-  unsigned ordinal_ = ~0u;
-  unsigned first_channel_ = 0;
-};
+  Pack<T, Kind::kVector>::load(reinterpret_cast<T const*>(tile.source + vector)).to_floats(values);
+  activate_in_front<Kind>(affine, values);
+}
 
 // kWorkers threads normalise tiles in cursor.
 template <class Kind>
@@ -174,9 +76,7 @@ __device__ __forceinline__ void normalize_tiles(Affine affine, Stream const& s,
   using T = typename Kind::T;
   constexpr int kVector = Kind::kVector;
   if constexpr (Kind::kActivates) affine.activation_before = Activation::kIdentity;
-  auto const normalise = [&](Held<Kind> const& held, auto const& channel, T* place) {
-    float values[kVector];
-    held.to_floats(values);
+  auto const normalise = [&](auto& values, auto const& channel, T* place) {
     normalize_values<Kind::kBehind>(values, channel, affine);
     Pack<T, kVector>::of(values).store(place);
   };
@@ -195,12 +95,15 @@ __device__ __forceinline__ void normalize_tiles(Affine affine, Stream const& s,
     if constexpr (Kind::kActivates) {
       device::wait(&shared.activated[cursor.stage], cursor.parity);
     }
+    bool is_wide = false;
+    if constexpr (Kind::kKeepsHalves) is_wide = shared.places[cursor.stage].is_wide;
     T* const stage = reinterpret_cast<T*>(ring + cursor.stage * kStageBytes) + thread * kVector;
     auto const constants_of = [&](unsigned channel) {
       TableEntry const entry = table[channel];
       return ChannelAffine::of(statistics, entry.x, entry.y);
     };
-    if (tile.vectors == kWorkers * Kind::kVectors && tile.left >= tile.vectors * kVector) {
+    if (tile.vectors == kWorkers * Kind::kVectors && tile.left >= tile.vectors * kVector &&
+        !is_wide) {
       // Usual with large planes: full, and of one channel.
       ChannelAffine const constants = constants_of(tile.channel);
       Held<Kind> held[Kind::kVectors];
@@ -210,7 +113,9 @@ __device__ __forceinline__ void normalize_tiles(Affine affine, Stream const& s,
       }
 #pragma unroll
       for (int i = 0; i < Kind::kVectors; ++i) {
-        normalise(held[i], [&](int) { return constants; }, stage + i * kWorkers * kVector);
+        float values[kVector];
+        held[i].to_floats(values);
+        normalise(values, [&](int) { return constants; }, stage + i * kWorkers * kVector);
       }
     } else {
 #pragma unroll 1
@@ -220,30 +125,17 @@ __device__ __forceinline__ void normalize_tiles(Affine affine, Stream const& s,
         // A plane has a vector's elements at least.
         ChannelAffine const next = vector.left < kVector ? constants_of(vector.channel + 1) : own;
         T* const place = stage + (i - thread) * kVector;
-        normalise(
-            Held<Kind>::load(place), [&](int v) { return unsigned(v) < vector.left ? own : next; },
-            place);
+        float values[kVector];
+        if (is_wide) {
+          load_activated<Kind>(tile, i, affine, values);
+        } else {
+          Held<Kind>::load(place).to_floats(values);
+        }
+        normalise(values, [&](int v) { return unsigned(v) < vector.left ? own : next; }, place);
       }
     }
     shared.barriers.finish(cursor.stage, false);
     cursor.advance(s.stages);
-  }
-}
-
-// The activation in front. That it makes NaN of infinity does not matter, whose group's deviations
-// are NaN anyway.
-template <class Kind>
-__device__ __forceinline__ void activate_in_front(Affine const& affine,
-                                                  float (&values)[Kind::kVector]) {
-  if constexpr (Kind::kKnown == kQuickGeluBefore) {
-    using activations::Gelu;
-#pragma unroll
-    for (float& x : values) {
-      float const a = fabsf(x);
-      x = fmaf(-a, device::quick_exp2(Gelu::quick_log2_tail(a)), device::maximum(x, 0.0f));
-    }
-  } else {
-    activate<Kind::kKnown>(affine.activation_before, affine.quick, values);
   }
 }
 
@@ -308,10 +200,117 @@ __device__ __forceinline__ void take_moments(Stream const& s, Affine const& affi
   }
 }
 
+// The same in half precision: values are replaced by pairs, and tensor cores sum them up about one
+// of the first tile's, for each four lanes of a warp. A warp whose sums of a tile are not finite
+// takes them of that tile once more, from where it was loaded.
+template <class Kind>
+__device__ __forceinline__ void take_moments_of_halves(Stream const& s, Affine const& affine,
+                                                       StreamShared& shared, unsigned char* ring,
+                                                       int thread) {
+  using T = typename Kind::T;
+  using Sums = device::PairSums<__half>;
+  constexpr int kPairs = Kind::kVector / 2;
+  static_assert(kPairs == 4, "what sums are added of");
+  using Vector = Pack<__half, Kind::kVector>;
+  RingCursor cursor;
+  RingCursor taking;
+  Sums sums;
+  RunningMoments<T> wide;
+  int vectors = 0;
+  float reference = 0.0f;
+  bool has_reference = false;  // as a warp
+  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+    device::wait(&shared.barriers.full[cursor.stage], cursor.parity);
+    Place& tile = shared.places[cursor.stage];
+    unsigned const count = tile.vectors;
+    bool const is_last = tile.is_last;
+    auto* const stage =
+        reinterpret_cast<__half*>(ring + cursor.stage * kStageBytes) + thread * Kind::kVector;
+    if (!has_reference && unsigned(thread / 32 * 32) < count) {
+      // Of the warp's first lane, which has a vector.
+      auto const first = halves::gelu(halves::of_bfloat16(Vector::load(stage).bits[0]));
+      float const value = device::to_pair<__half>(__shfl_sync(~0u, first, 0)).x;
+      reference = value - value == 0.0f ? value : 0.0f;
+      has_reference = true;
+    }
+    halves::Pair const references = halves::of(reference);
+    Sums own;
+    auto const replace = [&](Vector vector, __half* place, halves::Pair(&deviations)[kPairs]) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        vector.bits[i] = halves::gelu(halves::of_bfloat16(vector.bits[i]));
+        deviations[i] = halves::subtract(vector.bits[i], references);
+      }
+      vector.store(place);
+    };
+    int own_vectors = 0;
+    if (count == kWorkers * Kind::kVectors) {
+      Vector held[Kind::kVectors];
+#pragma unroll
+      for (int i = 0; i < Kind::kVectors; ++i) {
+        held[i] = Vector::load(stage + i * kWorkers * Kind::kVector);
+      }
+#pragma unroll
+      for (int i = 0; i < Kind::kVectors; ++i) {
+        halves::Pair deviations[kPairs];
+        replace(held[i], stage + i * kWorkers * Kind::kVector, deviations);
+        own.add(deviations, deviations);
+      }
+      own_vectors = Kind::kVectors;
+    } else {
+      // All lanes of a warp add at once, those beyond the tile zeros.
+#pragma unroll 1
+      for (unsigned first = 0; first < count; first += kWorkers) {
+        halves::Pair deviations[kPairs] = {};
+        if (first + thread < count) {
+          auto* const place = stage + first * Kind::kVector;
+          replace(Vector::load(place), place, deviations);
+          ++own_vectors;
+        }
+        own.add(deviations, deviations);
+      }
+    }
+    if (own.are_finite()) {
+      sums.add(own);
+      vectors += own_vectors;
+    } else {
+      for (unsigned i = thread; i < count; i += kWorkers) {
+        float values[Kind::kVector];
+        load_activated<Kind>(tile, i, affine, values);
+        wide.add(values);
+      }
+      tile.is_wide = true;
+    }
+    device::arrive(&shared.activated[cursor.stage]);
+    device::arrive(&shared.barriers.free[cursor.stage]);
+    cursor.advance(s.stages);
+    if (!is_last) continue;
+    float2 const totals = sums.totals();
+    float const elements = device::warp_total<4>(float(vectors * Kind::kVector));
+    Moments total;
+    if (elements > 0.0f) {
+      total = device::shifted_moments(elements, reference, totals.y, totals.x);
+    }
+    if (__any_sync(~0u, wide.count > 0.0f)) total.merge(device::merge_warp<4>(wide.whole()));
+    device::wait(&shared.added[taking.stage], taking.parity ^ 1);
+    if (thread % 4 == 0) {
+      shared.partial[taking.stage][thread / 4] =
+          make_float4(total.count, total.mean, total.low, total.m2);
+    }
+    device::arrive(&shared.summed[taking.stage]);
+    taking.advance(kPartials);
+    sums = {};
+    wide = {};
+    vectors = 0;
+    has_reference = false;
+  }
+}
+
 // One warp merges those of all threads, and publishes the block's partial moments of each unit.
+template <class Kind>
 __device__ __forceinline__ void add_moments(Stream const& s, StreamShared& shared, uint64_t* words,
                                             int lane) {
-  constexpr int kShares = kWorkers / 32;
+  constexpr int kShares = kWorkers / 32 / (Kind::kKeepsHalves ? 4 : 1);
   RingCursor adding;
   int unit_stage = 0;
   unsigned current = ~0u;
@@ -334,7 +333,7 @@ __device__ __forceinline__ void add_moments(Stream const& s, StreamShared& share
     }
     device::arrive(&shared.added[adding.stage]);
     adding.advance(kPartials);
-    Moments const total = device::merge_warp(Moments::of(reference, shares[0])).of_first_lane();
+    Moments const total = device::merge_warp(Moments::of(reference, shares[0]));
     if (lane < s.copies) {
       // A unit of which blocks have one tile at most has it here.
       uint64_t* const own = words + first_word<kMomentsWords>(s, lane, current) +
@@ -412,14 +411,18 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   if (thread < kWorkers) {
     normalize_tiles<Kind>(affine, stream, shared, ring, table, thread);
   } else if (thread < kFirstAlone) {
-    take_moments<Kind>(stream, affine, shared, ring, thread - kWorkers);
+    if constexpr (Kind::kKeepsHalves) {
+      take_moments_of_halves<Kind>(stream, affine, shared, ring, thread - kWorkers);
+    } else {
+      take_moments<Kind>(stream, affine, shared, ring, thread - kWorkers);
+    }
   } else if (thread < kFirstAlone + kMergers * 32) {
     merge_units(stream, (thread - kFirstAlone) / 32, float(Kind::kVector), eps, shared, words,
                 saved);
   } else if (thread < kFirstAlone + (kMergers + 1) * 32) {
-    add_moments(stream, shared, words, thread % 32);
+    add_moments<Kind>(stream, shared, words, thread % 32);
   } else if (thread == kFirstAlone + (kMergers + 1) * 32) {
-    Announcer announcer(affine, stream, shared.places);
+    Announcer announcer(affine, stream, input, shared.places);
     device_stream::load_tiles<1>(
         {input}, stream, shared.barriers, ring,
         [&](unsigned tile) { return Extent::of(stream, tile); },

@@ -2,6 +2,7 @@
 #include "groupnorm/streamed_gradients.hpp"
 
 #include "cuda/math.hpp"
+#include "cuda/pair_sums.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -9,6 +10,7 @@
 #include "groupnorm/gradient_images.hpp"
 #include "groupnorm/gradient_lines.hpp"
 #include "groupnorm/gradient_tiles.hpp"
+#include "groupnorm/half_gelu.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/stream_device.hpp"
 
@@ -30,57 +32,115 @@ using device_stream::Words;
 constexpr int kStoreWarps = 4;
 // Else a warp might take the end of a stage's use for that of its next one.
 static_assert(kStoreWarps <= kTilesToShared);
-// Nor may a group that replaces every kReplacerGroups-th tile, of stages, images and units' terms.
+// Nor may a group that takes every third tile, of stages, images, sums and units' terms.
 static_assert(kReplacerGroups <= kTilesToShared && kReplacerGroups <= kImages);
-constexpr int kFirstAlone = kSummers + kReplacerGroups * kReplacers;  // thread of no such group
+static_assert(kSummerGroups <= kTilesToShared && kSummerGroups <= kPartials);
+constexpr int kFirstReplacer = kSummerGroups * kSummers;
+constexpr int kFirstAlone = kFirstReplacer + kReplacerGroups * kReplacers;  // of no such group
 constexpr int kThreadsPerBlock = kFirstAlone + 3 * 32 + kStoreWarps * 32;
 
-// kSummers threads sum g and g xhat of each tile, which has one channel, for add_sums().
+// Of a tile, a thread's share of the sums of g and g xhat.
+template <class T, int kKnown>
+__device__ __forceinline__ float2 sums_of(Tile const& tile, GradientAffine const& affine,
+                                          Stream const& s, unsigned char const* stage, int thread) {
+  constexpr int kVector = 16 / sizeof(T);
+  // Where only distances from the mean are summed, their sum is scaled; of 16 bits values are
+  // summed, and the mean is taken off once. What that loses is what GradientMap::of_value() does.
+  constexpr bool kSumsValues = !kIsBehind<kKnown> && sizeof(T) == 2;
+  Channel channel = tile.channel;
+  if constexpr (!kIsBehind<kKnown>) channel.rstd = 1.0f;
+  if constexpr (kSumsValues) channel.mean = 0.0f;
+  float2 sums{};
+  for_vectors<kSummers>(tile, thread, [&](int vector, bool is_ragged) {
+    auto x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
+    auto g = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+    if (is_ragged) {
+      clear_others(tile, s, vector, x.values);
+      clear_others(tile, s, vector, g.values);
+    }
+    Point points[kVector];
+    points_of<kKnown>(x, g, [&](int) { return channel; }, affine, points);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      sums.x += points[e].gradient;
+      sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
+    }
+  });
+  if constexpr (kSumsValues) sums.y = fmaf(-tile.channel.mean, sums.x, sums.y);
+  return sums;
+}
+
+// The same in half precision, by tensor cores. False in a whole warp of which some value is beyond
+// its range.
+template <class T>
+__device__ __forceinline__ bool take_sums_of_halves(Tile const& tile, Stream const& s,
+                                                    unsigned char const* stage, int thread,
+                                                    float2& result) {
+  using Vector = Pack<T, 16 / int(sizeof(T))>;
+  constexpr int kAhead = 2;
+  device::PairSums<T> sums;
+  for_vectors_of_warps<kSummers, kAhead>(
+      tile, thread, [&](auto const& vectors, auto const& is_there, auto const& is_ragged) {
+        Vector x[kAhead], g[kAhead];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (!is_there[a]) continue;
+          x[a] = Vector::load(reinterpret_cast<T const*>(stage + vectors[a] * 16));
+          g[a] = Vector::load(reinterpret_cast<T const*>(stage + kTileBytes + vectors[a] * 16));
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (is_ragged[a]) clear_others(tile, s, vectors[a], g[a].values);
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          uint32_t values[Vector::kBytes / 4];
+#pragma unroll
+          for (int i = 0; i < Vector::kBytes / 4; ++i) {
+            auto const value = halves::gelu(halves::of_bfloat16(x[a].bits[i]));
+            auto const pair = device::to_pair<__half>(value);
+            values[i] = device::from_pair<T>(pair.x, pair.y);
+          }
+          sums.add(values, g[a].bits);
+        }
+      });
+  float2 const totals = sums.totals();
+  float const sum = 0.25f * totals.y;  // each of four lanes has their total
+  result = {sum, fmaf(-tile.channel.mean, sum, 0.25f * totals.x)};
+  return sums.are_finite();
+}
+
+// kSummers threads, of group `group`, sum g and g xhat of each tile, which has one channel, for
+// add_sums().
 template <class T, int kKnown>
 __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
-                                          int thread) {
-  constexpr int kVector = 16 / sizeof(T);
+                                          int group, int thread) {
   RingCursor cursor;
+  cursor.skip(group, s.stages);
   RingCursor taking;
-  for (int64_t left = device_stream::tiles_of_block(s); left > 0; --left) {
+  taking.skip(group, kPartials);
+  int const tiles = int(device_stream::tiles_of_block(s));
+  for (int i = group; i < tiles; i += kSummerGroups) {
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
     unsigned char const* const stage = ring + cursor.stage * kStageBytes;
-    // Where only distances from the mean are summed, their sum is scaled; of 16 bits values are
-    // summed, and the mean is taken off once. What that loses is what GradientMap::of_value() does.
-    constexpr bool kSumsValues = !kIsBehind<kKnown> && sizeof(T) == 2;
-    Channel channel = tile.channel;
-    if constexpr (!kIsBehind<kKnown>) channel.rstd = 1.0f;
-    if constexpr (kSumsValues) channel.mean = 0.0f;
-    float2 sums{};
-    for_vectors<kSummers>(tile, thread, [&](int vector, bool is_ragged) {
-      auto x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
-      auto g = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
-      if (is_ragged) {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          if (!tile.extent.has(s, vector, e)) {
-            x.values[e] = g.values[e] = device::from_float<T>(0.0f);
-          }
-        }
+    float2 sums;
+    if constexpr (kTakesHalves<T, kKnown>) {
+      if (!take_sums_of_halves<T>(tile, s, stage, thread, sums)) {
+        shared.tiles[cursor.stage].is_wide = true;
+        sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
       }
-      Point points[kVector];
-      points_of<kKnown>(x, g, [&](int) { return channel; }, affine, points);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        sums.x += points[e].gradient;
-        sums.y = fmaf(points[e].gradient, points[e].normalized, sums.y);
-      }
-    });
-    if constexpr (kSumsValues) sums.y = fmaf(-tile.channel.mean, sums.x, sums.y);
+    } else {
+      sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
+    }
     wait_asleep(&shared.added[taking.stage], taking.parity ^ 1);
     shared.partial[taking.stage][thread] = sums;
     device::arrive(&shared.summed[taking.stage]);
     __syncwarp();
     if (thread % 32 == 0) device::arrive(&shared.barriers.free[cursor.stage]);
-    cursor.advance(s.stages);
-    taking.advance(kPartials);
+    cursor.step(kSummerGroups, s.stages);
+    taking.step(kSummerGroups, kPartials);
   }
 }
 
@@ -153,6 +213,62 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
   }
 }
 
+// A thread's share of a tile's input gradients, by put(vector, results), and their sum.
+template <class T, int kKnown, class Put>
+__device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& terms,
+                                         GradientAffine const& affine, Stream const& s,
+                                         unsigned char const* stage, int thread, Put const& put) {
+  constexpr int kVector = 16 / sizeof(T);
+  float sum = 0.0f;
+  for_vectors<kReplacers>(tile, thread, [&](int vector, bool is_ragged) {
+    auto const x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
+    auto const g =
+        Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+    float results[kVector];
+    grad_inputs_of<kKnown>(
+        x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
+    put(vector, Pack<T, kVector>::of(results));
+    if (is_ragged) clear_others(tile, s, vector, results);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) sum += results[e];
+  });
+  return sum;
+}
+
+// The same with GELU in half precision. The sum is of rounded gradients.
+template <class T, class Put>
+__device__ __forceinline__ float replace_by_halves(Tile const& tile, GroupTerms const& terms,
+                                                   Stream const& s, unsigned char const* stage,
+                                                   int thread, Put const& put) {
+  constexpr int kVector = 16 / sizeof(T);
+  GradientMap const map = GradientMap(tile.channel, terms).of_value(tile.channel.mean);
+  float sums[4] = {};
+  for_vectors_of_warps<kReplacers, 1>(
+      tile, thread, [&](auto const& vectors, auto const& is_there, auto const& is_ragged) {
+        Pack<T, kVector> results;
+        int const vector = vectors[0];
+        if (is_there[0]) {
+          auto const x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
+          auto const g =
+              Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+#pragma unroll
+          for (int i = 0; i < kVector / 2; ++i) {
+            halves::Pair value, slope;
+            halves::gelu_and_slope(halves::of_bfloat16(x.bits[i]), value, slope);
+            float2 const gradients = device::to_pair<T>(g.bits[i]);
+            float2 const values = device::to_pair<__half>(value);
+            float2 const slopes = device::to_pair<__half>(slope);
+            results.bits[i] = device::from_pair<T>(map(gradients.x, values.x) * slopes.x,
+                                                   map(gradients.y, values.y) * slopes.y);
+          }
+          put(vector, results);
+          if (is_ragged[0]) clear_others(tile, s, vector, results.values);
+        }
+        device::sum_pairs<T>(sums, results.bits);
+      });
+  return 0.25f * (sums[0] + sums[2]);  // each of four lanes has their total
+}
+
 // kReplacers threads, of group `group`, replace the input by its gradient, whose sums over a warp's
 // share of each tile go to `sums`, unless that is null.
 template <class T, int kKnown>
@@ -160,7 +276,6 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
                                               GradientShared& shared, unsigned char* ring,
                                               float* __restrict__ sums, bool is_for_warps,
                                               int group, int thread) {
-  constexpr int kVector = 16 / sizeof(T);
   RingCursor cursor;
   cursor.skip(group, s.stages);
   bool const has_images = s.line_elements > 0;
@@ -177,27 +292,23 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
     if (has_images) wait_asleep(&shared.emptied[filling.stage], filling.parity ^ 1);
     uint32_t const image = device::shared_address(ring + s.stages * kStageBytes) +
                            filling.stage * kImageBytes + kImageStart;
-    float sum = 0.0f;
-    for_vectors<kReplacers>(tile, thread, [&](int vector, bool is_ragged) {
-      auto* const target = reinterpret_cast<T*>(stage + vector * 16);
-      auto const x = Pack<T, kVector>::load(target);
-      auto const g =
-          Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
-      float results[kVector];
-      grad_inputs_of<kKnown>(
-          x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
-      auto const pack = Pack<T, kVector>::of(results);
+    auto const put = [&](int vector, auto const& results) {
       if (!has_images) {
-        pack.store(target);
+        results.store(reinterpret_cast<T*>(stage + vector * 16));
       } else if (s.line_elements % 2 == 0) {
-        scatter<T, 2>(pack, tile, s, image, vector);
+        scatter<T, 2>(results, tile, s, image, vector);
       } else {
-        scatter<T, 1>(pack, tile, s, image, vector);
+        scatter<T, 1>(results, tile, s, image, vector);
       }
-      if (is_ragged) clear_others(tile, s, vector, results);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) sum += results[e];
-    });
+    };
+    float sum;
+    if constexpr (kTakesHalves<T, kKnown>) {
+      sum = shared.tiles[cursor.stage].is_wide
+                ? replace<T, kKnown>(tile, terms, affine, s, stage, thread, put)
+                : replace_by_halves<T>(tile, terms, s, stage, thread, put);
+    } else {
+      sum = replace<T, kKnown>(tile, terms, affine, s, stage, thread, put);
+    }
     if (has_images) {
       device::fence_async_proxy();
       device::arrive(&shared.barriers.free[cursor.stage]);
@@ -307,11 +418,12 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   shared.init(stream.stages, lines.columns > 0, has_images);
   __syncthreads();
   int const thread = int(threadIdx.x);
-  if (thread < kSummers) {
-    take_sums<T, kKnown>(affine, stream, shared, ring, thread);
+  if (thread < kFirstReplacer) {
+    take_sums<T, kKnown>(affine, stream, shared, ring, thread / kSummers, thread % kSummers);
   } else if (thread < kFirstAlone) {
     replace_tiles<T, kKnown>(affine, stream, shared, ring, sums, lines.columns > 0,
-                             (thread - kSummers) / kReplacers, (thread - kSummers) % kReplacers);
+                             (thread - kFirstReplacer) / kReplacers,
+                             (thread - kFirstReplacer) % kReplacers);
   } else if (thread < kFirstAlone + 32) {
     merge_units(stream, elements, shared, words);
   } else if (thread >= kFirstAlone + 64 && thread < kFirstAlone + 96) {

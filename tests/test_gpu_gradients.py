@@ -48,11 +48,12 @@ def serves_gradients(
     vector = 16 // dtype.itemsize  # elements
     if channels_last or channels // groups * pixels % vector or capability != (9, 0):
         return False
-    # Tiles of 8 KiB of the input and as much of the gradient, which do not straddle planes: those
-    # may begin and end within 16 bytes.
+    # Tiles of 8 KiB of the input and as much of the gradient, loaded from multiples of 128 bytes,
+    # which do not straddle planes: those may begin and end within 16 bytes.
     plane = math.ceil((pixels + vector - math.gcd(vector, pixels)) / vector)
-    tiles = math.ceil(plane / 512)
-    if plane < 256 or math.ceil(pixels / vector) <= (tiles - 1) * 512:
+    most = 512 - 7  # vectors
+    tiles = math.ceil(plane / most)
+    if plane < most // 2 or math.ceil(pixels / vector) <= (tiles - 1) * most:
         return False
     tiles *= channels // groups
     blocks = min(multiprocessors, 160, shape[0] * groups * tiles)

@@ -89,7 +89,8 @@ def serves(
     # Slots of 16 KiB beside the channels' weights and biases, one of which stays free.
     if channels_last or group % vector or pixels < vector or capability != (9, 0):
         return False
-    widens = dtype.itemsize == 2 and in_front not in (None, "relu")
+    halves = dtype is torch.bfloat16 and in_front == "gelu"
+    widens = dtype.itemsize == 2 and in_front not in (None, "relu") and not halves
     chunks = math.ceil(group / vector / (512 if widens else 1024))
     blocks = min(multiprocessors, 160, shape[0] * groups * chunks)
     table = math.ceil(channels * 8 / 128) * 128
@@ -329,6 +330,42 @@ def test_special_values_stay_in_their_group(layout):
     assert torch.equal(actual.isnan(), expected.isnan())
     finite = ~expected.isnan()
     torch.testing.assert_close(actual[finite], expected[finite], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("large", [7e4, 1e15, -7e4, -1e15, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("all_of_a_group", [False, True])
+def test_bfloat16_beyond_half_precision(large, all_of_a_group, monkeypatch):
+    """Streamed kernels compute GELU in half precision, which has a range of 65504."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels need compute capability 9.0")
+    kernels = "groupnorm_streamed,groupnorm_backward_streamed"
+    monkeypatch.setenv("FUSEDCONV_KERNEL", kernels)
+    x = torch.randn(8, 16, 128, 136, device="cuda")
+    if all_of_a_group:
+        x[3, 4:8] = (x[3, 4:8] + 4) * (large / 16)  # of some width about it
+    x[0, 0, 3, 5] = x[1, 5, -1, -1] = x[7, 15, 0, 0] = large
+    x, grad = x.bfloat16(), torch.randn_like(x).bfloat16()
+    weight, bias = torch.randn(2, 16, device="cuda").bfloat16()
+
+    def run(function, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
+        output = function(*leaves)
+        output.backward(grad.to(dtype))
+        return [output.detach(), leaves[0].grad]
+
+    def composed(x, weight, bias):
+        return F.group_norm(F.gelu(x), 4, weight, bias)
+
+    exact, eagers = run(composed, torch.float64), run(composed, torch.bfloat16)
+    ours = run(lambda x, w, b: group_norm(x, 4, w, b, activation="gelu"), torch.bfloat16)
+    for tensors in zip(ours, eagers, exact, strict=True):
+        by_group = (t.reshape(8 * 4, -1).double() for t in tensors)
+        for our, theirs, reference in zip(*by_group, strict=True):
+            if reference.isfinite().all():
+                bound = 1.1 * relative_error(theirs, reference) + 1e-3
+                assert relative_error(our, reference) <= bound
+            else:
+                assert not our.isfinite().all()
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3])

@@ -62,6 +62,7 @@ void bind_one_pass(py::module_& room) {
   py::class_<StreamedConfig>(room, "StreamedConfig",
                              "How the shared memory of all multiprocessors holds groups.")
       .def_readonly("support", &StreamedConfig::support)
+      .def_readonly("in_halves", &StreamedConfig::in_halves)
       .def_property_readonly(
           "blocks", [](StreamedConfig const& config) { return config.stream.blocks; },
           "Of a team, each of which has units of its own.")

@@ -43,37 +43,45 @@ __device__ __forceinline__ void scatter(device::Pack<T, kVector> const& results,
   }
 }
 
-// One thread stores tiles that lie as in padded lines, at the pace of store_tiles(). What follows a
-// plane's last line may be nobody's.
+// A warp stores tiles that lie as in padded lines, one by one at the pace of store_tiles(). What
+// follows a plane's last line may be nobody's.
 template <class T>
 __device__ __forceinline__ void store_images(uint4* output, Stream const& s, GradientShared& shared,
                                              unsigned char* ring) {
   constexpr unsigned kVector = 16 / sizeof(T);
+  int const lane = int(threadIdx.x) % 32;
   unsigned const planes = s.tiles / s.run_tiles;  // of a unit
   unsigned const rest = s.line_elements - (s.line_vectors - 1) * kVector;
   device::RingCursor cursor;
-  uint64_t latest = 0;
-  for (device_stream::Walk walk(s); walk.valid(s); walk.advance(s), cursor.advance(kImages)) {
-    unsigned const run = walk.tile / s.run_tiles;
-    unsigned const begin = (walk.tile - run * s.run_tiles) * s.tile_vectors;
+  unsigned latest = 0;
+  for (device_stream::LaneWalk walk(s); walk.count() > 0; walk.advance(s)) {
+    unsigned const run = walk.tile().tile / s.run_tiles;
+    unsigned const begin = (walk.tile().tile - run * s.run_tiles) * s.tile_vectors;
     bool const is_last = begin + s.tile_vectors >= s.run_vectors;
     unsigned const vectors = is_last ? s.run_vectors - begin - 1 : s.tile_vectors;
-    uint4* const target = output + (int64_t(walk.unit) * planes + run) * s.run_vectors + begin;
-    unsigned char const* const image =
-        ring + s.stages * kStageBytes + cursor.stage * kImageBytes + kImageStart;
-    device::wait(&shared.filled[cursor.stage], cursor.parity);
-    while (device_stream::nanoseconds() - latest < s.pace) {
-    }
-    latest = device_stream::nanoseconds();
-    device::bulk_store(target, device::shared_address(image), vectors * 16);
-    if (is_last) {
-      for (unsigned e = 0; e < rest; ++e) {
-        reinterpret_cast<T*>(target + vectors)[e] =
-            reinterpret_cast<T const*>(image + vectors * 16)[e];
+    uint4* const target =
+        output + (int64_t(walk.tile().unit) * planes + run) * s.run_vectors + begin;
+    for (int turn = 0; turn < walk.count(); ++turn) {
+      if (lane == turn) {
+        unsigned char const* const image =
+            ring + s.stages * kStageBytes + cursor.stage * kImageBytes + kImageStart;
+        device::wait(&shared.filled[cursor.stage], cursor.parity);
+        while (unsigned(device_stream::nanoseconds()) - latest < s.pace) {
+        }
+        latest = unsigned(device_stream::nanoseconds());
+        device::bulk_store(target, device::shared_address(image), vectors * 16);
+        if (is_last) {
+          for (unsigned e = 0; e < rest; ++e) {
+            reinterpret_cast<T*>(target + vectors)[e] =
+                reinterpret_cast<T const*>(image + vectors * 16)[e];
+          }
+        }
+        device::wait_stores_read();
+        device::arrive(&shared.emptied[cursor.stage]);
       }
+      latest = __shfl_sync(~0u, latest, turn);
+      cursor.advance(kImages);
     }
-    device::wait_stores_read();
-    device::arrive(&shared.emptied[cursor.stage]);
   }
 }
 
@@ -86,11 +94,15 @@ bool cut_in_lines(Stream& s, Lines const& lines) {
     return false;
   }
   int64_t const vectors = lines.plane / kVector;
-  int64_t const tile_vectors = ceil_div(vectors, s.run_tiles);
+  auto const all_hold = [&](int64_t tile_vectors) {
+    return (s.run_tiles - 1) * tile_vectors < vectors;  // something
+  };
+  int64_t const least = ceil_div(vectors, s.run_tiles), whole = round_up(least, kImageUnit);
+  int64_t const tile_vectors = all_hold(whole) ? whole : least;
   int64_t const line_vectors = lines.pitch / kVector;
   if (tile_vectors > kMostImageVectors || s.stages < kTilesToShared + kImageStages ||
-      ceil_div(s.tiles, s.blocks) + 1 + kImageStages > s.stages ||
-      (s.run_tiles - 1) * tile_vectors >= vectors || vectors * line_vectors >= int64_t(1) << 32) {
+      ceil_div(s.tiles, s.blocks) + 1 + kImageStages > s.stages || !all_hold(tile_vectors) ||
+      vectors * line_vectors >= int64_t(1) << 32) {
     return false;
   }
   auto const inverse = [](int64_t number) { return unsigned(ceil_div(int64_t(1) << 32, number)); };

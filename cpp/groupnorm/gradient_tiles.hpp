@@ -26,6 +26,7 @@ struct alignas(16) Tile {
   unsigned index;    // in the unit
   unsigned ordinal;  // of the unit among the block's
   unsigned whole;    // vectors up to the last that is all the tile's
+  unsigned lead;     // vectors before the first
   bool is_last;      // of the block's in the unit
   bool is_wide;      // some values are beyond the range of half precision
 };
@@ -64,56 +65,22 @@ struct GradientShared {
 static_assert(sizeof(GradientShared) <= static_shared_bytes(kStreamedTensors),
               "what the config sets aside");
 
-// Announces tiles to others. The forward pass's statistics of the next unit are under way while a
-// unit's tiles are loaded.
-class Announcer {
- public:
-  __device__ __forceinline__ Announcer(GradientAffine const& affine, Stream const& s, Tile* tiles,
-                                       TableEntry const* table)
-      : affine_(affine), stream_(s), tiles_(tiles), table_(table), ahead_(s) {
-    if (ahead_.valid(s)) fetch();
-  }
-
-  __device__ __forceinline__ void operator()(int stage, device_stream::Walk const& walk,
-                                             device_stream::Extent const& extent) {
-    if (walk.unit != unit_) {
-      unit_ = walk.unit;
-      ++ordinal_;
-      mean_ = next_mean_;
-      rstd_ = next_rstd_;
-      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
-      while (ahead_.valid(stream_) && ahead_.unit == unit_) ahead_.advance(stream_);
-      if (ahead_.valid(stream_)) fetch();
-    }
-    device_stream::Walk next = walk;
-    next.advance(stream_);
-    TableEntry const entry = table_[first_channel_ + extent.run];
-    tiles_[stage] = {{mean_, rstd_, entry.x, entry.y},
-                     extent,
-                     walk.unit,
-                     walk.tile,
-                     ordinal_,
-                     extent.skip + extent.count >> stream_.vector_shift,
-                     next.unit != walk.unit,
-                     false};
-  }
-
- private:
-  __device__ __forceinline__ void fetch() {
-    next_mean_ = affine_.mean[ahead_.unit];
-    next_rstd_ = affine_.rstd[ahead_.unit];
-  }
-
-  GradientAffine const& affine_;
-  Stream const& stream_;
-  Tile* tiles_;
-  TableEntry const* table_;
-  device_stream::Walk ahead_;
-  unsigned unit_ = ~0u;
-  unsigned ordinal_ = ~0u;
-  unsigned first_channel_ = 0;
-  float mean_ = 0.0f, rstd_ = 0.0f, next_mean_ = 0.0f, next_rstd_ = 0.0f;
-};
+__device__ __forceinline__ Tile tile_of(GradientAffine const& affine, Stream const& s,
+                                        TableEntry const* table, device_stream::Walk const& walk,
+                                        device_stream::Extent const& extent,
+                                        device_stream::LaneUnits const& units) {
+  unsigned const group = walk.unit % unsigned(affine.groups);
+  TableEntry const entry = table[group * unsigned(affine.channels_per_group) + extent.run];
+  return {{affine.mean[walk.unit], affine.rstd[walk.unit], entry.x, entry.y},
+          extent,
+          walk.unit,
+          walk.tile,
+          units.ordinal,
+          extent.skip + extent.count >> s.vector_shift,
+          device_stream::lead_of(s, walk, extent),
+          units.is_last,
+          false};
+}
 
 // Calls body(vector, whether it is not all the tile's) for the thread's vectors. Not unrolled, nor
 // compiled apart for vectors that are all the tile's: warps in different roles compete for the

@@ -4,8 +4,8 @@
 // next tiles lie in the stages of a ring. Where groups are small, blocks are in teams, and units
 // are dealt to the teams: what follows a block's last tile of a unit takes as long as some tiles.
 // The roles of a block's warps:
-//   1. One thread loads the block's tiles into the ring, and leaves beside each what the others
-//      would all have to find out.
+//   1. A warp loads the block's tiles into the ring, and leaves beside each what the others would
+//      all have to find out.
 //   2. kWorkers threads take the block's share of each unit's statistics, and publish it; where an
 //      activation is in front, they replace each tile by what it gives. A warp beside them adds up
 //      what they took, and publishes it.
@@ -32,6 +32,7 @@ inline constexpr int kWorkers = 256;  // threads that share a tile
 inline constexpr int kWorkerWarps = kWorkers / 32;
 inline constexpr int kStageVectors = 4;  // 16-byte vectors of a thread per stage
 inline constexpr int kStageBytes = kWorkers * kStageVectors * 16;
+inline constexpr int kLineVectors = 128 / 16;  // of a line of the cache
 inline constexpr int kMaxStages = 13;
 inline constexpr int kUnitStages = 16;  // units whose statistics a block may have to hold
 static_assert(kMaxStages < kUnitStages, "a unit has a stage at least");
@@ -47,7 +48,7 @@ using TableEntry = float2;  // a channel's weight and bias, behind the ring
 inline constexpr int kTeamTiles = 4;
 inline constexpr int kTeamUnits = 8;
 
-// Two limits on what one thread loads ahead; without them, bursts of stores and loads alternate,
+// Two limits on what a warp loads ahead; without them, bursts of stores and loads alternate,
 // and tiles of the oldest unit, which everything waits for, come after younger ones. It waits for a
 // tile of so many before, whose stage must not be another's by then: a ring has no fewer stages.
 inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
@@ -91,7 +92,8 @@ struct Stream {
   unsigned run_tiles;
   unsigned vector_shift;  // the logarithm of a vector's elements
   unsigned plane_elements;
-  unsigned pace;  // nanoseconds from one tile's store to the next
+  unsigned pace;       // nanoseconds from one tile's store to the next
+  unsigned lead_mask;  // tiles are loaded from the vector before that has none of these bits
   int64_t unit_vectors;
   // Where tiles are stored as they lie in padded lines, runs are cut there, and tile_vectors and
   // run_vectors count vectors of those lines, which have so many elements; else zero.
@@ -106,6 +108,7 @@ struct StreamedConfig {
   Stream stream{};
   int64_t words = 0;  // 64-bit words of the blocks' partial results
   int shared_bytes = 0;
+  bool in_halves = false;  // what is in front is computed in half precision
 
   int64_t words_bytes() const { return words * int64_t(sizeof(uint64_t)); }
 };

@@ -82,8 +82,12 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   // Planes begin at multiples of what their size and a vector have in common.
   int64_t const before = vector - std::gcd(vector, int64_t(s.run_elements));
   s.run_vectors = unsigned(ceil_div(before + s.run_elements, vector));
-  s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors);
+  // Planes begin anywhere, and of a load that begins within a line of the cache each piece is of
+  // two.
+  s.lead_mask = tensors == 1 ? 0 : kLineVectors - 1;
+  s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors) - s.lead_mask;
   if (tensors == 1 && keeps_floats(p)) s.tile_vectors /= 2;
+  config.in_halves = keeps_halves(p);
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
   if (s.run_tiles < fewest_tiles) {
     s.run_tiles = unsigned(fewest_tiles);

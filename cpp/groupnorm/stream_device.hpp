@@ -214,44 +214,104 @@ struct Barriers {
   }
 };
 
-// One thread loads tiles: kTensors tensors' shares side by side in a stage, of what extent_of(tile)
-// says. announce(stage, walk, extent) is called before, for who waits for the tile.
-template <int kTensors, class ExtentOf, class Announce>
+// Vectors before a tile's first that are loaded with it.
+__device__ __forceinline__ unsigned lead_of(Stream const& s, Walk const& walk,
+                                            Extent const& extent) {
+  return unsigned(walk.unit * s.unit_vectors + extent.first) & s.lead_mask;
+}
+
+// A warp's walk over its block's tiles, one of which each lane has at a time: what a tile takes to
+// find out, they do for 32 at once, where a thread alone took longer than all that is done with
+// one.
+class LaneWalk {
+ public:
+  __device__ __forceinline__ explicit LaneWalk(Stream const& s)
+      : walk_(s), left_(int(tiles_of_block(s))) {
+    for (int i = int(threadIdx.x) % 32; i > 0; --i) walk_.advance(s);
+  }
+  // The tiles of the lanes that there are.
+  __device__ __forceinline__ int count() const { return min(left_, 32); }
+  __device__ __forceinline__ Walk const& tile() const { return walk_; }
+  __device__ __forceinline__ void advance(Stream const& s) {
+    left_ -= 32;
+    for (int i = 0; i < 32; ++i) walk_.advance(s);
+  }
+
+ private:
+  Walk walk_;
+  int left_;
+};
+
+// Of the units that a block has tiles of: which of them a lane's tile is of, and whether it is the
+// last of that.
+class LaneUnits {
+ public:
+  unsigned ordinal;
+  bool is_last;
+
+  __device__ __forceinline__ void take(Stream const& s, Walk const& tile) {
+    int const lane = int(threadIdx.x) % 32;
+    unsigned const before = __shfl_up_sync(~0u, tile.unit, 1);
+    unsigned const begun = __ballot_sync(~0u, tile.unit != (lane == 0 ? latest_ : before));
+    ordinal = begun_ + __popc(begun << (31 - lane));
+    begun_ += __popc(begun);
+    latest_ = __shfl_sync(~0u, tile.unit, 31);
+    Walk next = tile;
+    next.advance(s);
+    is_last = next.unit != tile.unit;
+  }
+
+ private:
+  unsigned latest_ = ~0u;
+  unsigned begun_ = ~0u;
+};
+
+// A warp loads tiles: kTensors tensors' shares side by side in a stage, of what extent_of(tile)
+// says. places[stage] is where describe(walk, extent, units) is left, for who waits for the tile.
+template <int kTensors, class Place, class ExtentOf, class Describe>
 __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
-                                           Barriers& barriers, unsigned char* ring,
-                                           ExtentOf const& extent_of, Announce const& announce) {
+                                           Barriers& barriers, unsigned char* ring, Place* places,
+                                           ExtentOf const& extent_of, Describe const& describe) {
+  static_assert(kTilesToL2 == 1, "the tile after the one that is loaded, if a lane has it");
   uint32_t const base = device::shared_address(ring);
+  int const lane = int(threadIdx.x) % 32;
   device::RingCursor cursor;
   device::RingCursor landed;
+  LaneUnits units;
   int issued = 0;
-  Walk far(s);
-  static_assert(kTilesToL2 == 1, "the tile after the one that is loaded");
-  Extent ahead = extent_of(far.tile);
-  for (Walk walk(s); walk.valid(s); walk = far, ++issued) {
-    Extent const extent = ahead;
-    far.advance(s);
-    if (far.valid(s)) {
-      ahead = extent_of(far.tile);
+  for (LaneWalk walk(s); walk.count() > 0; walk.advance(s)) {
+    units.take(s, walk.tile());
+    Extent extent{};
+    Place place{};
+    if (lane < walk.count()) {
+      extent = extent_of(walk.tile().tile);
+      place = describe(walk.tile(), extent, units);
+    }
+    unsigned const lead = lead_of(s, walk.tile(), extent);
+    int64_t const first = walk.tile().unit * s.unit_vectors + extent.first - lead;
+    uint32_t const bytes = (lead + extent.vectors) * 16;
+    for (int turn = 0; turn < walk.count(); ++turn, ++issued) {
+      if (lane == turn + 1 && lane < walk.count()) {
 #pragma unroll
-      for (int t = 0; t < kTensors; ++t) {
-        device::bulk_prefetch(inputs[t] + far.unit * s.unit_vectors + ahead.first,
-                              ahead.vectors * 16);
+        for (int t = 0; t < kTensors; ++t) {
+          device::bulk_prefetch(inputs[t] + first, bytes);
+        }
       }
-    }
-    if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);
-    if (issued >= kTilesToShared) {
-      device::wait(&barriers.full[landed.stage], landed.parity);
-      landed.advance(s.stages);
-    }
-    announce(cursor.stage, walk, extent);
-    device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * extent.vectors * 16);
+      if (lane == turn) {
+        if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);
+        if (issued >= kTilesToShared) device::wait(&barriers.full[landed.stage], landed.parity);
+        places[cursor.stage] = place;
+        device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * bytes);
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      device::bulk_load(base + cursor.stage * kStageBytes + t * (kStageBytes / kTensors),
-                        inputs[t] + walk.unit * s.unit_vectors + extent.first, extent.vectors * 16,
-                        &barriers.full[cursor.stage]);
+        for (int t = 0; t < kTensors; ++t) {
+          device::bulk_load(base + cursor.stage * kStageBytes + t * (kStageBytes / kTensors),
+                            inputs[t] + first, bytes, &barriers.full[cursor.stage]);
+        }
+      }
+      __syncwarp();
+      if (issued >= kTilesToShared) landed.advance(s.stages);
+      cursor.advance(s.stages);
     }
-    cursor.advance(s.stages);
   }
 }
 
@@ -269,7 +329,8 @@ __device__ __forceinline__ void store_tiles(uint4* output, Stream const& s, Barr
     latest = nanoseconds();
     Extent const extent = Extent::of(s, walk.tile);
     device::bulk_store(output + walk.unit * s.unit_vectors + extent.first,
-                       base + cursor.stage * kStageBytes, extent.vectors * 16);
+                       base + cursor.stage * kStageBytes + lead_of(s, walk, extent) * 16,
+                       extent.vectors * 16);
     // A stage is free once its store has read it, which takes less time than the pace gives.
     device::wait_stores_read();
     device::arrive(&barriers.free[cursor.stage]);

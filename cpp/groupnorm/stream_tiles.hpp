@@ -129,40 +129,20 @@ struct StreamShared {
 };
 static_assert(sizeof(StreamShared) <= static_shared_bytes(1), "what the config sets aside");
 
-// One thread says where tiles lie, as it loads them.
-class Announcer {
- public:
-  __device__ __forceinline__ Announcer(Affine const& affine, Stream const& s, uint4 const* input,
-                                       Place* places)
-      : affine_(affine), stream_(s), input_(input), places_(places) {}
-
-  __device__ __forceinline__ void operator()(int stage, Walk const& walk, Extent const& extent) {
-    if (walk.unit != unit_) {
-      unit_ = walk.unit;
-      ++ordinal_;
-      first_channel_ = unit_ % unsigned(affine_.groups) * unsigned(affine_.channels_per_group);
-    }
-    Walk next = walk;
-    next.advance(stream_);
-    unsigned const first = extent.first << stream_.vector_shift;
-    unsigned const plane = first / stream_.plane_elements;
-    places_[stage] = {extent.vectors,
-                      first_channel_ + plane,
-                      (plane + 1) * stream_.plane_elements - first,
-                      ordinal_,
-                      next.unit != walk.unit,
-                      false,
-                      input_ + walk.unit * stream_.unit_vectors + extent.first};
-  }
-
- private:
-  Affine const& affine_;
-  Stream const& stream_;
-  uint4 const* input_;
-  Place* places_;
-  unsigned unit_ = ~0u;
-  unsigned ordinal_ = ~0u;
-  unsigned first_channel_ = 0;
-};
+// Where a tile lies.
+__device__ __forceinline__ Place place_of(Affine const& affine, Stream const& s, uint4 const* input,
+                                          Walk const& walk, Extent const& extent,
+                                          LaneUnits const& units) {
+  unsigned const first = extent.first << s.vector_shift;
+  unsigned const plane = first / s.plane_elements;
+  unsigned const group = walk.unit % unsigned(affine.groups);
+  return {extent.vectors,
+          group * unsigned(affine.channels_per_group) + plane,
+          (plane + 1) * s.plane_elements - first,
+          units.ordinal,
+          units.is_last,
+          false,
+          input + walk.unit * s.unit_vectors + extent.first};
+}
 
 }  // namespace fusedconv::groupnorm::device_stream

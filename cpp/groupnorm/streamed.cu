@@ -24,7 +24,6 @@ namespace {
 using device::Moments;
 using device::Pack;
 using device::RingCursor;
-using device_stream::Announcer;
 using device_stream::Extent;
 using device_stream::first_word;
 using device_stream::Held;
@@ -35,6 +34,7 @@ using device_stream::kThreadsPerBlock;
 using device_stream::participant;
 using device_stream::participants;
 using device_stream::Place;
+using device_stream::place_of;
 using device_stream::publish;
 using device_stream::StreamShared;
 using device_stream::unpacked;
@@ -421,12 +421,13 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
                 saved);
   } else if (thread < kFirstAlone + (kMergers + 1) * 32) {
     add_moments<Kind>(stream, shared, words, thread % 32);
-  } else if (thread == kFirstAlone + (kMergers + 1) * 32) {
-    Announcer announcer(affine, stream, input, shared.places);
+  } else if (thread < kFirstAlone + (kMergers + 2) * 32) {
     device_stream::load_tiles<1>(
-        {input}, stream, shared.barriers, ring,
+        {input}, stream, shared.barriers, ring, shared.places,
         [&](unsigned tile) { return Extent::of(stream, tile); },
-        [&](int stage, Walk const& walk, Extent const& extent) { announcer(stage, walk, extent); });
+        [&](Walk const& walk, Extent const& extent, auto const& units) {
+          return place_of(affine, stream, input, walk, extent, units);
+        });
   } else if (thread == kFirstAlone + (kMergers + 2) * 32) {
     device_stream::store_tiles(output, stream, shared.barriers, ring);
   }

@@ -124,7 +124,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
   for (int i = group; i < tiles; i += kSummerGroups) {
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
-    unsigned char const* const stage = ring + cursor.stage * kStageBytes;
+    unsigned char const* const stage = ring + cursor.stage * kStageBytes + tile.lead * 16;
     float2 sums;
     if constexpr (kTakesHalves<T, kKnown>) {
       if (!take_sums_of_halves<T>(tile, s, stage, thread, sums)) {
@@ -288,7 +288,7 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
     unsigned const unit = tile.ordinal % kUnitStages;
     wait_asleep(&shared.barriers.merged[unit], tile.ordinal / kUnitStages % 2);
     GroupTerms const terms = shared.terms[unit];
-    unsigned char* const stage = ring + cursor.stage * kStageBytes;
+    unsigned char* const stage = ring + cursor.stage * kStageBytes + tile.lead * 16;
     if (has_images) wait_asleep(&shared.emptied[filling.stage], filling.parity ^ 1);
     uint32_t const image = device::shared_address(ring + s.stages * kStageBytes) +
                            filling.stage * kImageBytes + kImageStart;
@@ -359,7 +359,8 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, Strea
     int const end =
         min(extent.element + int(extent.vectors << s.vector_shift), int(s.run_elements));
     auto const* const values =
-        reinterpret_cast<T const*>(ring + cursor.stage * kStageBytes) - extent.element;
+        reinterpret_cast<T const*>(ring + cursor.stage * kStageBytes + tile.lead * 16) -
+        extent.element;
     T* const plane = output + (int64_t(tile.unit) * planes + extent.run) * lines.plane;
     int const skew =
         is_one_line ? int(reinterpret_cast<uintptr_t>(plane) / sizeof(T) % kVector) : 0;
@@ -426,28 +427,27 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
                              (thread - kFirstReplacer) % kReplacers);
   } else if (thread < kFirstAlone + 32) {
     merge_units(stream, elements, shared, words);
-  } else if (thread >= kFirstAlone + 64 && thread < kFirstAlone + 96) {
-    add_sums<kKnown>(stream, shared, partials, words, thread % 32);
-  } else if (thread == kFirstAlone + 32) {
-    Announcer announcer(affine, stream, shared.tiles, table);
+  } else if (thread < kFirstAlone + 64) {
     device_stream::load_tiles<kStreamedTensors>(
-        {input, grad}, stream, shared.barriers, ring,
+        {input, grad}, stream, shared.barriers, ring, shared.tiles,
         [&](unsigned tile) {
           return stream.line_elements > 0 ? Extent::of_lines(stream, tile)
                                           : Extent::of(stream, tile);
         },
-        [&](int stage, Walk const& walk, Extent const& extent) { announcer(stage, walk, extent); });
+        [&](Walk const& walk, Extent const& extent, auto const& units) {
+          return tile_of(affine, stream, table, walk, extent, units);
+        });
+  } else if (thread < kFirstAlone + 96) {
+    add_sums<kKnown>(stream, shared, partials, words, thread % 32);
   } else if (thread >= kFirstAlone + 96 && lines.columns > 0) {
     dispatch_piece(lines, [&](auto piece) {
       store_lines<T, decltype(piece)::value>(reinterpret_cast<T*>(output), lines, stream, shared,
                                              ring, (thread - kFirstAlone) / 32 - 3, thread % 32);
     });
+  } else if (thread < kFirstAlone + 128 && stream.line_elements > 0) {
+    store_images<T>(output, stream, shared, ring);
   } else if (thread == kFirstAlone + 96) {
-    if (stream.line_elements > 0) {
-      store_images<T>(output, stream, shared, ring);
-    } else {
-      device_stream::store_tiles(output, stream, shared.barriers, ring);
-    }
+    device_stream::store_tiles(output, stream, shared.barriers, ring);
   }
 #else
   __trap();

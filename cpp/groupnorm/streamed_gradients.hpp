@@ -23,7 +23,11 @@ inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
 // Of a tile as it lies in padded lines.
 inline constexpr int kImageBytes = kTileBytes;
 inline constexpr int kImageStart = 16;
-inline constexpr int kMostImageVectors = (kImageBytes - kImageStart - 32) / 16;
+// Vectors of which stores are multiples, but of runs cut too short for that: of sectors that a
+// store fills in part all go through the cache once more.
+inline constexpr int kImageUnit = kLineVectors;
+inline constexpr int kMostImageVectors =
+    (kImageBytes - kImageStart - 32) / 16 / kImageUnit * kImageUnit;
 inline constexpr int kMostImageColumns = 1 << 15;  // fewer than these
 
 struct StreamedGradientConfig : GradientBuffers {

@@ -130,14 +130,14 @@ class RunsSm90(InPlaceRow, Sm90Row):
     def _streaming_gain(self, problem: ForwardProblem, device: Device) -> float:
         """Milliseconds that it saves."""
         config = self.config(problem, device)
-        cycles = self._streamed_cycles(problem, config)
+        cycles = self._streamed_cycles(problem, config, device)
         if cycles == 0.0:
             return 0.0
         tiles = problem.batch * config.tiles * config.blocks_n
         seconds = tiles / max(1, device.multiprocessors) * cycles / device.clock_hertz
         return seconds * 1e3 - _STREAMED_LAUNCHES * device.launch_milliseconds
 
-    def _streamed_cycles(self, problem: ForwardProblem, config: Any) -> float:
+    def _streamed_cycles(self, problem: ForwardProblem, config: Any, device: Device) -> float:
         """What such a pass saves of a tile."""
         assert problem.conv is not None
         form = act_norm_act(problem.epilogue, frozenset(KINDS))
@@ -150,8 +150,9 @@ class RunsSm90(InPlaceRow, Sm90Row):
             return _STREAMED_TILE
         if form.before == "identity":
             return 0.0
-        # In 16 bits, where nothing is saved, it takes as long as what it saves.
-        gains = saves or problem.dtype == torch.float32
+        # In 16 bits, where nothing is saved, it takes as long as what it saves, unless it computes
+        # the activation in half precision.
+        gains = saves or problem.dtype == torch.float32 or _streamed(problem, device)[1].in_halves
         if config.is_staggered and is_long and not is_half and gains:
             return _STREAMED_STAGGERED_TILE
         return _STREAMED_SAVING_TILE if saves and self.precision == "tf32" else 0.0

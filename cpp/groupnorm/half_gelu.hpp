@@ -1,6 +1,6 @@
-// Exact GELU of pairs in half precision, for values of bfloat16: what half of the instructions
-// leave of an error is a sixth of what the rounding of the result does. Beyond the range of half
-// precision the value is no number, which whoever sums values up sees.
+// GELU, its exact form, of pairs of bfloat16 in half precision: its error is a sixth of what
+// rounding the result costs, the slope's a third. Beyond the range of half precision the value is
+// no number, which sums of such values show.
 #pragma once
 
 #include <cstdint>

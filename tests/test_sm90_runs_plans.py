@@ -61,12 +61,17 @@ def test_what_follows_is_one_pass_where_the_epilogue_would_take_longer(changes, 
     assert ("moments" in convolving) is not streams
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_in_16_bits_it_is_one_pass_where_the_output_is_saved(precision):
+@pytest.mark.parametrize(
+    ("precision", "activation", "always"),
+    [("fp16", "gelu", False), ("bf16", "gelu", True), ("bf16", "silu", False)],
+)
+def test_in_16_bits_it_is_one_pass_where_that_gains(precision, activation, always):
+    """Where the output is saved, or the pass activates in half precision."""
     name = f"sm90_runs_{precision.replace('fp', 'f')}_2_0"
     kernel = next(k for k in registry().kernels() if k.name == name)
-    assert not kernel.streams_norm(system_1(precision), H200)
-    assert kernel.streams_norm(system_1(precision, save=True), H200)
+    asked = dict(activation=activation)
+    assert kernel.streams_norm(system_1(precision, **asked), H200) is always
+    assert kernel.streams_norm(system_1(precision, save=True, **asked), H200)
 
 
 @pytest.mark.parametrize(

@@ -319,3 +319,25 @@ def test_norm_weight_and_bias_of_a_convolution_alone(backward):
     _, explanation = explained(lambda: convolved(x, weight, bias, *leaves), gradients=True)
     assert explanation.kernel == TWO_PASS
     assert not any("gradient through" in step for step in explanation.steps)
+
+
+@pytest.mark.parametrize("dtype", FLOOR, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("mean", "deviation"), [(3, 0.1), (-1, 0.1), (1, 0.0)])
+def test_narrow_groups_and_gradients_of_some_mean(mean, deviation, kernel, dtype, backward):
+    """The weight's gradient sums distances from the forward pass's mean: of a group in which all
+    values are rounded alike, they must be of the values that this is the mean of."""
+    backward(kernel, "groupnorm_streamed")
+    x = (mean + deviation * torch.randn(4, 16, 128, 136, device="cuda")).to(dtype)
+    grad = (torch.randn_like(x, dtype=torch.float32) + 0.5).to(dtype)
+    weight, bias = torch.randn(2, 16, device="cuda").to(dtype)
+
+    def of_weight(function, *tensors):
+        run = partial(function, activation="gelu")
+        return gradients(lambda x, *affine: run(x, 4, *affine), tensors, grad)[1].double()
+
+    found, theirs = (of_weight(each, x, weight, bias) for each in (group_norm, eager))
+    exact = of_weight(eager, x.double(), weight.double(), bias.double())
+    scale = exact.norm() + grad.double().abs().sum().sqrt()  # zero where all values are equal
+    error, eager_error = ((each - exact).norm() / scale for each in (found, theirs))
+    assert error <= 1.1 * eager_error + GRADIENT_FLOOR[dtype], (error, eager_error)

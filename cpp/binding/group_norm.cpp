@@ -69,7 +69,8 @@ void bind_one_pass(py::module_& room) {
       .def_property_readonly("teams",
                              [](StreamedConfig const& config) { return config.stream.teams; });
   room.def("streamed_config", &streamed_config, py::arg("problem"), py::kw_only(),
-           py::arg("aligned"), py::arg("device"), "aligned: addresses are multiples of 16 bytes.");
+           py::arg("aligned"), py::arg("device"), py::arg("saves"),
+           "aligned: addresses are multiples of 16 bytes; saves: gradients follow.");
   bind_one_pass_step<NormalizeStreamed, StreamedConfig>(
       room, "NormalizeStreamed", "GroupNorm with the groups in hand in all shared memory.");
 }

@@ -69,7 +69,9 @@ __device__ __forceinline__ void store_images(uint4* output, Stream const& s, Gra
         while (unsigned(device_stream::nanoseconds()) - latest < s.pace) {
         }
         latest = unsigned(device_stream::nanoseconds());
-        device::bulk_store(target, device::shared_address(image), vectors * 16);
+        if (vectors > 0) {
+          device::bulk_store(target, device::shared_address(image), vectors * 16);
+        }
         if (is_last) {
           for (unsigned e = 0; e < rest; ++e) {
             reinterpret_cast<T*>(target + vectors)[e] =

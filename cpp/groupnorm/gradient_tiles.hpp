@@ -28,12 +28,7 @@ struct alignas(16) Tile {
   unsigned whole;    // vectors up to the last that is all the tile's
   unsigned lead;     // vectors before the first
   bool is_last;      // of the block's in the unit
-  bool is_wide;      // some values are beyond the range of half precision
 };
-
-// GELU of bfloat16 is computed in half precision, as of what the forward pass normalises.
-template <class T, int kKnown>
-inline constexpr bool kTakesHalves = std::is_same_v<T, __nv_bfloat16> && kKnown == kQuickGeluBefore;
 
 struct GradientShared {
   device_stream::Barriers barriers;
@@ -78,8 +73,7 @@ __device__ __forceinline__ Tile tile_of(GradientAffine const& affine, Stream con
           units.ordinal,
           extent.skip + extent.count >> s.vector_shift,
           device_stream::lead_of(s, walk, extent),
-          units.is_last,
-          false};
+          units.is_last};
 }
 
 // Calls body(vector, whether it is not all the tile's) for the thread's vectors. Not unrolled, nor
@@ -90,26 +84,6 @@ __device__ __forceinline__ void for_vectors(Tile const& tile, int thread, Body c
 #pragma unroll 1
   for (unsigned vector = thread; vector < tile.extent.vectors; vector += kThreads) {
     body(int(vector), vector >= tile.whole || (vector == 0 && tile.extent.skip > 0));
-  }
-}
-
-// The same for all lanes of a warp at once, kAhead vectors of each: body(vectors, whether there is
-// one, whether it is not all the tile's).
-template <int kThreads, int kAhead, class Body>
-__device__ __forceinline__ void for_vectors_of_warps(Tile const& tile, int thread,
-                                                     Body const& body) {
-#pragma unroll 1
-  for (unsigned first = thread / 32 * 32; first < tile.extent.vectors; first += kAhead * kThreads) {
-    int vectors[kAhead];
-    bool is_there[kAhead], is_ragged[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      unsigned const vector = first + i * kThreads + thread % 32;
-      vectors[i] = int(vector);
-      is_there[i] = vector < tile.extent.vectors;
-      is_ragged[i] = is_there[i] && (vector >= tile.whole || (vector == 0 && tile.extent.skip > 0));
-    }
-    body(vectors, is_there, is_ragged);
   }
 }
 

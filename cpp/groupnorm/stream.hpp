@@ -6,9 +6,9 @@
 // The roles of a block's warps:
 //   1. A warp loads the block's tiles into the ring, and leaves beside each what the others would
 //      all have to find out.
-//   2. kWorkers threads take the block's share of each unit's statistics, and publish it; where an
-//      activation is in front, they replace each tile by what it gives. A warp beside them adds up
-//      what they took, and publishes it.
+//   2. kWorkers threads take the block's share of each unit's statistics (of gradients groups of
+//      threads do, a tile each); where an activation is in front, they replace each tile by what it
+//      gives. A warp beside them adds up what they took, and publishes it.
 //   3. Merging warps wait for all blocks' shares of a unit, and merge them in the same order in
 //      every block.
 //   4. kWorkers threads read each tile once more, and replace it by its result; of gradients
@@ -58,17 +58,17 @@ inline bool activates_before(GroupNormProblem const& p) {
   return p.activation_before != Activation::kIdentity;
 }
 
-// What is activated is no value of 16 bits, but behind a ReLU. Of bfloat16 GELU takes half
+// What is activated is no value of 16 bits, but behind a ReLU. Of bfloat16 GELU can be in half
 // precision, which holds eight times finer values.
-inline bool keeps_halves(GroupNormProblem const& p) {
+inline bool may_be_in_halves(GroupNormProblem const& p) {
   return p.dtype == DType::kBFloat16 && p.activation_before == Activation::kGelu &&
          p.activation_after == Activation::kIdentity;
 }
-// Else float32, in twice the place of what was loaded.
-inline bool keeps_floats(GroupNormProblem const& p) {
+// Else it is kept in float32, in twice the place of what was loaded.
+inline bool keeps_floats(GroupNormProblem const& p, bool in_halves) {
   bool const only_relu =
       p.activation_before == Activation::kRelu && p.activation_after == Activation::kIdentity;
-  return activates_before(p) && size_of(p.dtype) == 2 && !only_relu && !keeps_halves(p);
+  return activates_before(p) && size_of(p.dtype) == 2 && !only_relu && !in_halves;
 }
 
 // What a kernel of so many tensors has in shared memory beside ring and table: barriers, units'
@@ -115,9 +115,9 @@ struct StreamedConfig {
 
 // tensors: 1 where a stage holds a tile of the input; 2 where it holds the input's and the
 // gradient's, and a tile has one channel. aligned: addresses are multiples of 16 bytes.
-// fewest_tiles: of a run.
+// fewest_tiles: of a run. in_halves: what is in front is computed in half precision.
 StreamedConfig stream_config(GroupNormProblem const& problem, int tensors, bool aligned,
-                             int64_t fewest_tiles, Device const& device);
+                             int64_t fewest_tiles, Device const& device, bool in_halves = false);
 
 // Whether the kernels' code for this compute capability is compiled: PTX of an older one has none.
 bool streams_on(int architecture);

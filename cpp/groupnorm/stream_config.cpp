@@ -42,8 +42,9 @@ unsigned teams_of(unsigned blocks, unsigned tiles, int64_t units) {
 }  // namespace
 
 StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligned,
-                             int64_t fewest_tiles, Device const& device) {
+                             int64_t fewest_tiles, Device const& device, bool in_halves) {
   StreamedConfig config;
+  config.in_halves = in_halves;
   auto const refused = [&](std::string reason) {
     config.support = Support::no(std::move(reason));
     return config;
@@ -86,8 +87,7 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   // two.
   s.lead_mask = tensors == 1 ? 0 : kLineVectors - 1;
   s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors) - s.lead_mask;
-  if (tensors == 1 && keeps_floats(p)) s.tile_vectors /= 2;
-  config.in_halves = keeps_halves(p);
+  if (tensors == 1 && keeps_floats(p, in_halves)) s.tile_vectors /= 2;
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
   if (s.run_tiles < fewest_tiles) {
     s.run_tiles = unsigned(fewest_tiles);
@@ -126,8 +126,9 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   return config;
 }
 
-StreamedConfig streamed_config(GroupNormProblem const& p, bool aligned, Device const& device) {
-  return stream_config(p, 1, aligned, 1, device);
+StreamedConfig streamed_config(GroupNormProblem const& p, bool aligned, Device const& device,
+                               bool saves) {
+  return stream_config(p, 1, aligned, 1, device, !saves && may_be_in_halves(p));
 }
 
 StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool aligned,

@@ -23,7 +23,7 @@ static_assert(kUnitStages % kMergers == 0, "a warp waits for every phase of its 
 // What a kernel does: kKnown_ says what it knows of the activations; with kActivates_ there is one
 // in front, for which who takes a tile's moments replaces it by what is activated. It is computed
 // once then, and the moments are of what is normalised.
-template <class T_, int kKnown_, bool kActivates_>
+template <class T_, int kKnown_, bool kActivates_, bool kInHalves_ = false>
 struct KindOf {
   using T = T_;
   static constexpr int kKnown = kKnown_;
@@ -31,10 +31,8 @@ struct KindOf {
   // Of an activation that is called, the one behind is left.
   static constexpr int kBehind =
       kActivates && kKnown != kAnyActivation ? int(kNoActivation) : kKnown;
-  // As keeps_halves() and keeps_floats().
-  static constexpr bool kKeepsHalves =
-      kActivates && std::is_same_v<T, __nv_bfloat16> && kKnown == kQuickGeluBefore;
-  static constexpr bool kKeepsFloats =
+  static constexpr bool kKeepsHalves = kInHalves_;
+  static constexpr bool kKeepsFloats =  // as keeps_floats()
       kActivates && sizeof(T) == 2 && kKnown != kReluBefore && !kKeepsHalves;
   static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kVectors = kStageVectors / (kKeepsFloats ? 2 : 1);  // of a thread, in a tile
@@ -91,7 +89,7 @@ struct alignas(16) Place {
   unsigned left;     // elements of that channel from there on
   unsigned ordinal;  // of the unit among the block's
   bool is_last;      // of the block's in the unit
-  bool is_wide;      // values are not kept, as half precision has not their range
+  bool is_wide;      // values are not kept: half precision has not their range
   uint4 const* source;
 
   // The same of the vector that begins so many elements behind.

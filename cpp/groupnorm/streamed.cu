@@ -201,8 +201,9 @@ __device__ __forceinline__ void take_moments(Stream const& s, Affine const& affi
 }
 
 // The same in half precision: values are replaced by pairs, and tensor cores sum them up about one
-// of the first tile's, for each four lanes of a warp. A warp whose sums of a tile are not finite
-// takes them of that tile once more, from where it was loaded.
+// of the first tile's, for each four lanes of a warp. Where sums of a tile are not finite, or
+// values so small that bfloat16 is as fine, a warp takes moments of that tile once more, in
+// float32, from where it was loaded.
 template <class Kind>
 __device__ __forceinline__ void take_moments_of_halves(Stream const& s, Affine const& affine,
                                                        StreamShared& shared, unsigned char* ring,
@@ -270,7 +271,11 @@ __device__ __forceinline__ void take_moments_of_halves(Stream const& s, Affine c
         own.add(deviations, deviations);
       }
     }
-    if (own.are_finite()) {
+    constexpr float kSmall = 0x1p-10f;  // of which half precision has ten bits or less
+    constexpr float kFour = 4 * Kind::kVectors * Kind::kVector;  // values of four lanes, at most
+    bool const is_small =
+        fabsf(reference) < kSmall && __all_sync(~0u, own.totals().x < kFour * (kSmall * kSmall));
+    if (own.are_finite() && !is_small) {
       sums.add(own);
       vectors += own_vectors;
     } else {
@@ -466,6 +471,12 @@ void normalize_streamed(StreamedConfig const& config, GroupNormProblem const& p,
   dispatch_kernel(p, [&](auto zero, auto active) {
     using T = decltype(zero);
     auto const start = [&](auto known) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16> && known.value == kQuickGeluBefore) {
+        if (config.in_halves) {
+          return launch<KindOf<T, known.value, true, true>>(
+              config, p, tensors, static_cast<uint64_t*>(workspace), stream);
+        }
+      }
       auto const start_kind = [&](auto activates) {
         launch<KindOf<T, known.value, activates.value>>(config, p, tensors,
                                                         static_cast<uint64_t*>(workspace), stream);

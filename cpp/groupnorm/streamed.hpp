@@ -10,8 +10,10 @@
 
 namespace fusedconv::groupnorm {
 
-// aligned: input and output addresses are multiples of 16 bytes.
-StreamedConfig streamed_config(GroupNormProblem const& problem, bool aligned, Device const& device);
+// aligned: input and output addresses are multiples of 16 bytes. saves: gradients follow, which
+// compute what is normalised once more and must find the mean to be of the same values.
+StreamedConfig streamed_config(GroupNormProblem const& problem, bool aligned, Device const& device,
+                               bool saves);
 
 // Fills tensors.output, and tensors.mean and tensors.rstd where they are not null. The config must
 // be of the same problem and of the device that runs it. workspace: config.words_bytes(). A

@@ -2,7 +2,6 @@
 #include "groupnorm/streamed_gradients.hpp"
 
 #include "cuda/math.hpp"
-#include "cuda/pair_sums.hpp"
 #include "cuda/sum.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
@@ -10,7 +9,6 @@
 #include "groupnorm/gradient_images.hpp"
 #include "groupnorm/gradient_lines.hpp"
 #include "groupnorm/gradient_tiles.hpp"
-#include "groupnorm/half_gelu.hpp"
 #include "groupnorm/launch.hpp"
 #include "groupnorm/stream_device.hpp"
 
@@ -70,46 +68,6 @@ __device__ __forceinline__ float2 sums_of(Tile const& tile, GradientAffine const
   return sums;
 }
 
-// The same in half precision, by tensor cores. False in a whole warp of which some value is beyond
-// its range.
-template <class T>
-__device__ __forceinline__ bool take_sums_of_halves(Tile const& tile, Stream const& s,
-                                                    unsigned char const* stage, int thread,
-                                                    float2& result) {
-  using Vector = Pack<T, 16 / int(sizeof(T))>;
-  constexpr int kAhead = 2;
-  device::PairSums<T> sums;
-  for_vectors_of_warps<kSummers, kAhead>(
-      tile, thread, [&](auto const& vectors, auto const& is_there, auto const& is_ragged) {
-        Vector x[kAhead], g[kAhead];
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          if (!is_there[a]) continue;
-          x[a] = Vector::load(reinterpret_cast<T const*>(stage + vectors[a] * 16));
-          g[a] = Vector::load(reinterpret_cast<T const*>(stage + kTileBytes + vectors[a] * 16));
-        }
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          if (is_ragged[a]) clear_others(tile, s, vectors[a], g[a].values);
-        }
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-          uint32_t values[Vector::kBytes / 4];
-#pragma unroll
-          for (int i = 0; i < Vector::kBytes / 4; ++i) {
-            auto const value = halves::gelu(halves::of_bfloat16(x[a].bits[i]));
-            auto const pair = device::to_pair<__half>(value);
-            values[i] = device::from_pair<T>(pair.x, pair.y);
-          }
-          sums.add(values, g[a].bits);
-        }
-      });
-  float2 const totals = sums.totals();
-  float const sum = 0.25f * totals.y;  // each of four lanes has their total
-  result = {sum, fmaf(-tile.channel.mean, sum, 0.25f * totals.x)};
-  return sums.are_finite();
-}
-
 // kSummers threads, of group `group`, sum g and g xhat of each tile, which has one channel, for
 // add_sums().
 template <class T, int kKnown>
@@ -125,15 +83,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
     unsigned char const* const stage = ring + cursor.stage * kStageBytes + tile.lead * 16;
-    float2 sums;
-    if constexpr (kTakesHalves<T, kKnown>) {
-      if (!take_sums_of_halves<T>(tile, s, stage, thread, sums)) {
-        shared.tiles[cursor.stage].is_wide = true;
-        sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
-      }
-    } else {
-      sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
-    }
+    float2 const sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
     wait_asleep(&shared.added[taking.stage], taking.parity ^ 1);
     shared.partial[taking.stage][thread] = sums;
     device::arrive(&shared.summed[taking.stage]);
@@ -235,40 +185,6 @@ __device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& ter
   return sum;
 }
 
-// The same with GELU in half precision. The sum is of rounded gradients.
-template <class T, class Put>
-__device__ __forceinline__ float replace_by_halves(Tile const& tile, GroupTerms const& terms,
-                                                   Stream const& s, unsigned char const* stage,
-                                                   int thread, Put const& put) {
-  constexpr int kVector = 16 / sizeof(T);
-  GradientMap const map = GradientMap(tile.channel, terms).of_value(tile.channel.mean);
-  float sums[4] = {};
-  for_vectors_of_warps<kReplacers, 1>(
-      tile, thread, [&](auto const& vectors, auto const& is_there, auto const& is_ragged) {
-        Pack<T, kVector> results;
-        int const vector = vectors[0];
-        if (is_there[0]) {
-          auto const x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
-          auto const g =
-              Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
-#pragma unroll
-          for (int i = 0; i < kVector / 2; ++i) {
-            halves::Pair value, slope;
-            halves::gelu_and_slope(halves::of_bfloat16(x.bits[i]), value, slope);
-            float2 const gradients = device::to_pair<T>(g.bits[i]);
-            float2 const values = device::to_pair<__half>(value);
-            float2 const slopes = device::to_pair<__half>(slope);
-            results.bits[i] = device::from_pair<T>(map(gradients.x, values.x) * slopes.x,
-                                                   map(gradients.y, values.y) * slopes.y);
-          }
-          put(vector, results);
-          if (is_ragged[0]) clear_others(tile, s, vector, results.values);
-        }
-        device::sum_pairs<T>(sums, results.bits);
-      });
-  return 0.25f * (sums[0] + sums[2]);  // each of four lanes has their total
-}
-
 // kReplacers threads, of group `group`, replace the input by its gradient, whose sums over a warp's
 // share of each tile go to `sums`, unless that is null.
 template <class T, int kKnown>
@@ -301,14 +217,7 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
         scatter<T, 1>(results, tile, s, image, vector);
       }
     };
-    float sum;
-    if constexpr (kTakesHalves<T, kKnown>) {
-      sum = shared.tiles[cursor.stage].is_wide
-                ? replace<T, kKnown>(tile, terms, affine, s, stage, thread, put)
-                : replace_by_halves<T>(tile, terms, s, stage, thread, put);
-    } else {
-      sum = replace<T, kKnown>(tile, terms, affine, s, stage, thread, put);
-    }
+    float sum = replace<T, kKnown>(tile, terms, affine, s, stage, thread, put);
     if (has_images) {
       device::fence_async_proxy();
       device::arrive(&shared.barriers.free[cursor.stage]);

@@ -112,7 +112,10 @@ class GroupNormStreamed(GroupNormOnePass):
 
     def _config(self, problem: ForwardProblem, device: Device) -> Any:
         return _C.group_norm.streamed_config(
-            compiled_problem(problem), aligned=readable_aligned(problem), device=device.compiled
+            compiled_problem(problem),
+            aligned=readable_aligned(problem),
+            device=device.compiled,
+            saves=problem.save,
         )
 
     def cost(self, problem: ForwardProblem, device: Device) -> float:

@@ -152,7 +152,7 @@ class RunsSm90(InPlaceRow, Sm90Row):
             return 0.0
         # In 16 bits, where nothing is saved, it takes as long as what it saves, unless it computes
         # the activation in half precision.
-        gains = saves or problem.dtype == torch.float32 or _streamed(problem, device)[1].in_halves
+        gains = saves or problem.dtype == torch.float32 or _is_in_halves(problem, device)
         if config.is_staggered and is_long and not is_half and gains:
             return _STREAMED_STAGGERED_TILE
         return _STREAMED_SAVING_TILE if saves and self.precision == "tf32" else 0.0
@@ -203,7 +203,16 @@ class RunsSm90(InPlaceRow, Sm90Row):
 def _streamed(problem: ForwardProblem, device: Device) -> tuple[Any, Any]:
     """What is behind the convolution as one pass over its output, and that pass's config."""
     norm = compiled_problem(problem)
-    return norm, _C.group_norm.streamed_config(norm, aligned=True, device=device.compiled)
+    return norm, _C.group_norm.streamed_config(
+        norm, aligned=True, device=device.compiled, saves=problem.save
+    )
+
+
+def _is_in_halves(problem: ForwardProblem, device: Device) -> bool:
+    if not problem.norm_groups:
+        return False
+    in_halves: bool = _streamed(problem, device)[1].in_halves
+    return in_halves
 
 
 @dataclass(frozen=True)

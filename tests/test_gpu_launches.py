@@ -87,7 +87,10 @@ def assert_replayed():
     """With what might have kept graphs from being made: another test's profile, or no memory."""
     free, total = torch.cuda.mem_get_info()
     stopped = program._stop_replays.cache_info().currsize
-    assert graphs() > 0, f"{free} of {total} bytes are free, replays were stopped {stopped} times"
+    assert graphs() > 0, (
+        f"{len(known_launches())} calls are known, {free} of {total} bytes are free, replays were "
+        f"stopped {stopped} times"
+    )
 
 
 def assert_same(found, expected):

@@ -1,61 +1,41 @@
-// Sums of pairs of 16 bits over a warp's fours of lanes, in float32 by a tensor core: a product of
-// matrices takes one instruction for what conversions and additions take twelve for.
+// Sums of pairs of half precision over a warp's fours of lanes, in float32 by a tensor core, which
+// takes pairs as they are.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
-
-#include "cuda/pair.hpp"
 
 namespace fusedconv::device {
 
 // One product of matrices, added: a pair of each lane's is of row lane / 4 of the first, or of row
 // lane / 4 + 8, or of column lane / 4 of the second.
-template <class T>
 __device__ __forceinline__ void multiply_pairs(float (&sums)[4], uint32_t row, uint32_t row_below,
                                                uint32_t column) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(row), "r"(row_below), "r"(column));
-  } else {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(row), "r"(row_below), "r"(column));
-  }
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(row), "r"(row_below), "r"(column));
 }
 
 // With a second matrix of ones: each element becomes a sum of two pairs of four lanes.
-template <class T>
 __device__ __forceinline__ void sum_pairs(float (&sums)[4], uint32_t const (&rows)[4]) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %8}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(0x3c003c00u));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %8}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(0x3f803f80u));
-  }
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %8}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(0x3c003c00u));
 }
 
 // Of lanes 4 r to 4 r + 3, whose products are elements (r, r) and (r + 8, r); the others are lost.
 // All lanes of a warp add at once.
-template <class T>
 class PairSums {
  public:
   // Four pairs each, as few moves as that leaves.
   __device__ __forceinline__ void add(uint32_t const (&a)[4], uint32_t const (&b)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      multiply_pairs<T>(above_, a[i], a[i + 1], b[i]);
-      multiply_pairs<T>(below_, a[i], a[i + 1], b[i + 1]);
+      multiply_pairs(above_, a[i], a[i + 1], b[i]);
+      multiply_pairs(below_, a[i], a[i + 1], b[i + 1]);
     }
-    sum_pairs<T>(sums_, b);
+    sum_pairs(sums_, b);
   }
   // Of others, which begin at zero so that each has few summands: within products of matrices sums
   // are cut, not rounded.

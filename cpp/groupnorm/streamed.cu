@@ -209,7 +209,7 @@ __device__ __forceinline__ void take_moments_of_halves(Stream const& s, Affine c
                                                        StreamShared& shared, unsigned char* ring,
                                                        int thread) {
   using T = typename Kind::T;
-  using Sums = device::PairSums<__half>;
+  using Sums = device::PairSums;
   constexpr int kPairs = Kind::kVector / 2;
   static_assert(kPairs == 4, "what sums are added of");
   using Vector = Pack<__half, Kind::kVector>;

@@ -289,13 +289,15 @@ def test_schedules_of_the_systems(system, layout):
     assert found == expected
 
 
-def strict(kernel: tuple[int, ...], channels: int, precision: str = "fp32"):
+def strict(
+    kernel: tuple[int, ...], channels: int, precision: str = "fp32", extent: int = 12, padding=0
+):
     weight = torch.empty(channels, 24, *kernel, device="meta")
     return problem(
         precision=precision,
         channels=channels,
-        spatial=(12,) * len(kernel),
-        conv=geometry_of(weight),
+        spatial=(extent,) * len(kernel),
+        conv=geometry_of(weight, padding=(padding,) * len(kernel)),
         norm=None,
     )
 
@@ -303,7 +305,10 @@ def strict(kernel: tuple[int, ...], channels: int, precision: str = "fp32"):
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (strict((3, 3), 1), "an output sums 9 products"),
+        (strict((3, 3), 1), "an output sums 6.61 products"),  # (12 x 3 / 14) squared
+        (strict((4, 4), 4, extent=2), "an output sums 10.2 products"),
+        (strict((4, 4), 4, extent=2, padding=1), None),
+        (strict((4, 4), 4, extent=2, padding=2), None),
         (strict((1, 1), 11), "an output sums 11 products"),
         (strict((5, 5, 1), 64), "a filter of 25 rows"),
         (strict((5, 3), 3), "3 input channels"),

@@ -76,11 +76,20 @@ struct Known<kGeluBefore> : KnownForms<activations::Gelu, void, false> {};
 template <>
 struct Known<kSiluAfter> : KnownForms<void, activations::Silu, false> {};
 
-// Without kActivate both activations are the identity and cost nothing.
+// The activation in front, and whether it may be of a quick form.
+struct Front {
+  Activation activation;
+  bool quick;
+};
+
+// Without kActivate both activations are the identity and cost nothing. Moments are of the values
+// that are normalised, and gradients go back to: of the same form.
 template <bool kActivate>
-__device__ __forceinline__ float before(Activation activation, float x) {
+__device__ __forceinline__ float before(Front const& front, float x) {
   if constexpr (kActivate) {
-    return activation == Activation::kIdentity ? x : device::activate_by_call(activation, x);
+    float values[1] = {x};
+    activate_by_call(front.activation, front.quick, values);
+    return values[0];
   } else {
     return x;
   }
@@ -97,6 +106,8 @@ struct Affine {
   Activation activation_before;
   Activation activation_after;
   bool quick;  // whether activations may be of quick forms
+
+  __device__ __forceinline__ Front front() const { return {activation_before, quick}; }
 };
 
 // A channel's weight and bias, those of the identity where they are absent.

@@ -11,8 +11,9 @@ struct Lanes {
   float v[kCount];
 };
 
-// Behind calls for the reason that activate_by_call has, several values in each: where memory could
-// be the limit, a call for each value would take longer than all else.
+// Behind calls: kernels hold many values in registers, and each of their unrolled loops would hold
+// every activation once per value. Several values in each: where memory could be the limit, a call
+// for each value would take longer than all else.
 template <int kCount>
 static __device__ __noinline__ Lanes<kCount> values_by_call(Activation activation, bool quick,
                                                             Lanes<kCount> x) {

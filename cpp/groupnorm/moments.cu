@@ -26,8 +26,7 @@ using device::Pack;
 template <class T, bool kActivate>
 __global__ void __launch_bounds__(kThreads)
     moments_channels_first(T const* __restrict__ input, Partial* __restrict__ partials,
-                           int64_t group_size, int64_t split_size, int splits,
-                           Activation activation) {
+                           int64_t group_size, int64_t split_size, int splits, Front front) {
   constexpr int kVector = 16 / sizeof(T);
   int64_t const group = blockIdx.x / splits;
   int64_t const split = blockIdx.x % splits;
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   RunningMoments<T> running;
   for (int64_t i = threadIdx.x; i < head + (size - tail); i += kThreads) {
     T const value = source[i < head ? i : tail + (i - head)];
-    float const x = before<kActivate>(activation, device::to_float(value));
+    float const x = before<kActivate>(front, device::to_float(value));
     float const one[1] = {x};
     running.add(one);
   }
@@ -58,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int j = 0; j < kLoads * kVector; ++j) {
       values[j] =
-          before<kActivate>(activation, device::to_float(loaded[j / kVector].values[j % kVector]));
+          before<kActivate>(front, device::to_float(loaded[j / kVector].values[j % kVector]));
     }
     running.add(values);
   }
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     float values[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      values[j] = before<kActivate>(activation, device::to_float(loaded.values[j]));
+      values[j] = before<kActivate>(front, device::to_float(loaded.values[j]));
     }
     running.add(values);
   }
@@ -99,7 +98,7 @@ template <class T, int kVector, bool kActivate>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
     moments_channels_last(T const* __restrict__ input, Partial* __restrict__ partials,
                           int64_t row_channels, int64_t pixels, int64_t block_rows, int row_blocks,
-                          RowMap map, Activation activation) {
+                          RowMap map, Front front) {
   extern __shared__ device::RelativeMoments shared[];  // [rows][columns * kVector]
   int64_t const sample = blockIdx.x / row_blocks;
   int64_t const row_block = blockIdx.x % row_blocks;
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
     auto const reference = Pack<T, kVector>::load(first + channel);
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      running[v].start(before<kActivate>(activation, device::value_of(reference, v)));
+      running[v].start(before<kActivate>(front, device::value_of(reference, v)));
     }
     T const* source = first + map_row * row_channels + channel;
     int64_t const step = map.rows * row_channels;
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
           float values[rows.value];
 #pragma unroll
           for (int j = 0; j < rows.value; ++j) {
-            values[j] = before<kActivate>(activation, device::value_of(loaded[j], v));
+            values[j] = before<kActivate>(front, device::value_of(loaded[j], v));
           }
           running[v].count = count;  // one register for all
           running[v].add(values, weight);
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
     if (slab + i >= row_channels) continue;
     T const first = input[(sample * pixels + row_block * block_rows) * row_channels + slab + i];
     float const reference =
-        RunningMoments<T>::reference(before<kActivate>(activation, device::to_float(first)));
+        RunningMoments<T>::reference(before<kActivate>(front, device::to_float(first)));
     partials[base + slab + i] = Moments::of(reference, shared[i]).partial();
   }
 }
@@ -179,7 +178,8 @@ template <class T>
 void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTargets const& targets,
                     Partial* partials, cudaStream_t stream) {
   auto const* input = static_cast<T const*>(tensor);
-  bool const activate = p.activation_before != Activation::kIdentity;
+  Front const front = {p.activation_before, p.quick()};
+  bool const activate = front.activation != Activation::kIdentity;
   int64_t const groups = p.batch * p.groups;
   float const eps = float(p.eps);
   if (p.input_layout == Layout::kChannelsFirst) {
@@ -187,7 +187,7 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
     dim3 const grid = device::checked_grid("moments_channels_first", groups * split.count);
     device::dispatch_bool(activate, [&](auto active) {
       device::launch(moments_channels_first<T, active.value>, grid, kThreads, 0, stream, input,
-                     partials, p.group_size(), split.size, split.count, p.activation_before);
+                     partials, p.group_size(), split.size, split.count, front);
     });
     FUSEDCONV_CUDA("moments_channels_first", cudaGetLastError());
     dim3 const blocks =
@@ -206,7 +206,7 @@ void launch_moments(GroupNormProblem const& p, void const* tensor, StatisticsTar
     device::dispatch_bool(activate, [&](auto active) {
       device::launch(moments_channels_last<T, vector.value, active.value>, grid, kThreads, shared,
                      stream, input, partials, p.input_row_channels(), p.pixels, split.size,
-                     split.count, map, p.activation_before);
+                     split.count, map, front);
     });
   });
   FUSEDCONV_CUDA("moments_channels_last", cudaGetLastError());

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(resident_block(kThreads),
   }
   auto const total = device_resident::merge_group<kThreads>(
       device_resident::moments_of_packs<T, kVector, kPacks, kActivate>(packs, count,
-                                                                       affine.activation_before),
+                                                                       affine.front()),
       shared);
   Statistics const group = device::statistics_of(total, eps);
   if (active && thread == 0) device::store(saved, unit, group);

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(resident_block(kThreads),
     channels[c] = make_float2(weight_of(affine, channel), bias_of(affine, channel));
   }
   auto const total = device_resident::merge_group<kThreads>(
-      device_resident::moments_of_packs<T, kVector, kThreadPacks, kActivate>(
-          packs, count, affine.activation_before),
+      device_resident::moments_of_packs<T, kVector, kThreadPacks, kActivate>(packs, count,
+                                                                             affine.front()),
       shared);
   Statistics const group = device::statistics_of(total, eps);
   if (active && thread == 0) device::store(saved, unit, group);

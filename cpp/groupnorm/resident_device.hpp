@@ -53,16 +53,16 @@ using device::Pack;
 // Moments of the first `count` packs, all activated.
 template <class T, int kVector, int kPacks, bool kActivate>
 __device__ __forceinline__ Moments moments_of_packs(Pack<T, kVector> (&packs)[kPacks], int count,
-                                                    Activation activation) {
+                                                    Front const& front) {
   if (count == 0) return {};
-  device::ShiftedMoments total{before<kActivate>(activation, device::to_float(packs[0].values[0]))};
+  device::ShiftedMoments total{before<kActivate>(front, device::to_float(packs[0].values[0]))};
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     if (k < count) {
       packs[k].forget();
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        total.add(before<kActivate>(activation, device::to_float(packs[k].values[v])));
+        total.add(before<kActivate>(front, device::to_float(packs[k].values[v])));
       }
     }
   }

@@ -390,12 +390,6 @@ __device__ __forceinline__ float activate(Activation activation, float x) {
   return dispatch_activation(activation, [](auto a, float v) { return a.value(v); }, x);
 }
 
-// The same behind a call. Kernels that hold many values in registers use it, or each of their
-// unrolled loops would hold every activation once per value.
-static __device__ __noinline__ float activate_by_call(Activation activation, float x) {
-  return activate(activation, x);
-}
-
 // The value of an activation that is known at compile time, quick where it has such a form.
 template <class A>
 __device__ __forceinline__ float quick_value(float x) {

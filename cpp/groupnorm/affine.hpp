@@ -167,6 +167,22 @@ __device__ __forceinline__ void activate(Activation activation, bool quick,
   }
 }
 
+// The one in front where moments, or sums that go with them, are all that is taken of the values.
+// That it makes NaN of infinity does not matter, whose group's deviations are NaN anyway.
+template <int kKnown, int kCount>
+__device__ __forceinline__ void activate_in_front(Affine const& affine, float (&values)[kCount]) {
+  if constexpr (kKnown == kQuickGeluBefore) {
+    using activations::Gelu;
+#pragma unroll
+    for (float& x : values) {
+      float const a = fabsf(x);
+      x = fmaf(-a, device::quick_exp2(Gelu::quick_log2_tail(a)), device::maximum(x, 0.0f));
+    }
+  } else {
+    activate<kKnown>(affine.activation_before, affine.quick, values);
+  }
+}
+
 // The one behind.
 template <int kKnown, int kCount>
 __device__ __forceinline__ void activate_after(Affine const& affine, float (&values)[kCount]) {

@@ -81,9 +81,10 @@ __device__ __forceinline__ Tile tile_of(GradientAffine const& affine, Stream con
 // instruction caches, and that took 1.5 times as long.
 template <int kThreads, class Body>
 __device__ __forceinline__ void for_vectors(Tile const& tile, int thread, Body const& body) {
+  unsigned const first = tile.extent.skip > 0 ? 1 : 0, count = tile.whole - first;  // whole ones
 #pragma unroll 1
   for (unsigned vector = thread; vector < tile.extent.vectors; vector += kThreads) {
-    body(int(vector), vector >= tile.whole || (vector == 0 && tile.extent.skip > 0));
+    body(int(vector), vector - first >= count);
   }
 }
 

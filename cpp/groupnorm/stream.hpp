@@ -52,7 +52,7 @@ inline constexpr int kTeamUnits = 8;
 // and tiles of the oldest unit, which everything waits for, come after younger ones. It waits for a
 // tile of so many before, whose stage must not be another's by then: a ring has no fewer stages.
 inline constexpr int kTilesToShared = 6;  // tiles under way to shared memory
-inline constexpr int kTilesToL2 = 1;      // tiles under way to L2, beyond the ring
+inline constexpr int kTilesToL2 = 1;  // tiles under way to L2, beyond the ring; none of gradients
 
 inline bool activates_before(GroupNormProblem const& p) {
   return p.activation_before != Activation::kIdentity;

@@ -40,8 +40,7 @@ __device__ __forceinline__ float2 unpacked(uint64_t word) {
   return make_float2(__uint_as_float(uint32_t(word)), __uint_as_float(uint32_t(word >> 32)));
 }
 
-// A lane's share of what `count` blocks publish, kWords words each, waited for: of block lane,
-// lane + 32, ...
+// A lane's share of what `count` blocks publish, kWords words each: of block lane, lane + 32, ...
 template <int kWords>
 struct Words {
   uint64_t values[kPolls][kWords];
@@ -53,24 +52,35 @@ struct Words {
     return result;
   }
 
-  __device__ __forceinline__ static Words gather(uint64_t const* words, int count) {
+  // Asks once. What comes is not waited for here.
+  __device__ __forceinline__ void ask(uint64_t const* words, int count) {
     int const lane = threadIdx.x % 32;
-    Words result;
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
 #pragma unroll
-      for (uint64_t& value : result.values[i]) value = lane + 32 * i < count ? kUnpublished : 0;
+      for (uint64_t& value : values[i]) value = 0;
+      if (lane + 32 * i < count) poll(words + kWords * (lane + 32 * i), values[i]);
     }
-    bool missing = true;
-    while (missing) {
+  }
+  // Asks again for what was not there, until all is.
+  __device__ __forceinline__ void complete(uint64_t const* words) {
+    int const lane = threadIdx.x % 32;
+    while (true) {
+      bool is_missing = false;
+#pragma unroll
+      for (int i = 0; i < kPolls; ++i) is_missing |= missing(i);
+      if (!is_missing) break;
 #pragma unroll
       for (int i = 0; i < kPolls; ++i) {
-        if (result.missing(i)) poll(words + kWords * (lane + 32 * i), result.values[i]);
+        if (missing(i)) poll(words + kWords * (lane + 32 * i), values[i]);
       }
-      missing = false;
-#pragma unroll
-      for (int i = 0; i < kPolls; ++i) missing |= result.missing(i);
     }
+    __syncwarp();
+  }
+  __device__ __forceinline__ static Words gather(uint64_t const* words, int count) {
+    Words result;
+    result.ask(words, count);
+    result.complete(words);
     return result;
   }
 };
@@ -291,11 +301,8 @@ __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors
     int64_t const first = walk.tile().unit * s.unit_vectors + extent.first - lead;
     uint32_t const bytes = (lead + extent.vectors) * 16;
     for (int turn = 0; turn < walk.count(); ++turn, ++issued) {
-      if (lane == turn + 1 && lane < walk.count()) {
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t) {
-          device::bulk_prefetch(inputs[t] + first, bytes);
-        }
+      if (kTensors == 1 && lane == turn + 1 && lane < walk.count()) {
+        device::bulk_prefetch(inputs[0] + first, bytes);
       }
       if (lane == turn) {
         if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);

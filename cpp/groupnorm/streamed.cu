@@ -41,23 +41,6 @@ using device_stream::unpacked;
 using device_stream::Walk;
 using device_stream::Words;
 
-// The activation in front. That it makes NaN of infinity does not matter, whose group's deviations
-// are NaN anyway.
-template <class Kind>
-__device__ __forceinline__ void activate_in_front(Affine const& affine,
-                                                  float (&values)[Kind::kVector]) {
-  if constexpr (Kind::kKnown == kQuickGeluBefore) {
-    using activations::Gelu;
-#pragma unroll
-    for (float& x : values) {
-      float const a = fabsf(x);
-      x = fmaf(-a, device::quick_exp2(Gelu::quick_log2_tail(a)), device::maximum(x, 0.0f));
-    }
-  } else {
-    activate<Kind::kKnown>(affine.activation_before, affine.quick, values);
-  }
-}
-
 // A vector of a tile, from where that was loaded.
 template <class Kind>
 __device__ __forceinline__ void load_activated(Place const& tile, unsigned vector,
@@ -65,7 +48,7 @@ __device__ __forceinline__ void load_activated(Place const& tile, unsigned vecto
                                                float (&values)[Kind::kVector]) {
   using T = typename Kind::T;
   Pack<T, Kind::kVector>::load(reinterpret_cast<T const*>(tile.source + vector)).to_floats(values);
-  activate_in_front<Kind>(affine, values);
+  activate_in_front<Kind::kKnown>(affine, values);
 }
 
 // kWorkers threads normalise tiles in cursor.
@@ -151,7 +134,7 @@ __device__ __forceinline__ void activated_values(typename Kind::T* stage, Affine
     float own[kVector];
     Pack<T, kVector>::load(place).to_floats(own);
     if constexpr (Kind::kActivates) {
-      activate_in_front<Kind>(affine, own);
+      activate_in_front<Kind::kKnown>(affine, own);
       Held<Kind>::store(own, place);
     }
 #pragma unroll

@@ -134,20 +134,26 @@ __device__ __forceinline__ void add_sums(Stream const& s, GradientShared& shared
   }
 }
 
-// One warp adds up all participants' shares of each unit, in the same order in every block.
+// One warp adds up all participants' shares of each unit, in the same order in every block. A
+// unit's shares are asked for before the one before is added up: units come faster than words do.
 __device__ __forceinline__ void merge_units(Stream const& s, float elements, GradientShared& shared,
                                             uint64_t const* words) {
   int const count = participants(s);
-  unsigned current = ~0u;
+  float const share = 1.0f / elements;
+  auto const words_of = [&](Walk const& walk) {
+    return words + first_word<kSumsWords>(s, int(device_stream::member(s)) % s.copies, walk.unit);
+  };
   RingCursor unit;
-  for (Walk walk(s); walk.valid(s); walk.advance(s)) {
-    if (walk.unit == current) continue;
-    if (current != ~0u) unit.advance(kUnitStages);
-    current = walk.unit;
+  Words<kSumsWords> asked;
+  Walk walk(s);
+  if (walk.valid(s)) asked.ask(words_of(walk), count);
+  while (walk.valid(s)) {
     wait_asleep(&shared.barriers.taken[unit.stage], unit.parity);
-    auto const gathered = Words<kSumsWords>::gather(
-        words + first_word<kSumsWords>(s, int(device_stream::member(s)) % s.copies, current),
-        count);
+    asked.complete(words_of(walk));
+    auto const gathered = asked;
+    unsigned const current = walk.unit;
+    while (walk.valid(s) && walk.unit == current) walk.advance(s);
+    if (walk.valid(s)) asked.ask(words_of(walk), count);
     float2 total{};
 #pragma unroll
     for (int i = 0; i < kPolls; ++i) {
@@ -157,9 +163,10 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
     }
     total = warp_sum(total);
     if (threadIdx.x % 32 == 0) {
-      shared.terms[unit.stage] = {total.x / elements, total.y / elements};
+      shared.terms[unit.stage] = {total.x * share, total.y * share};
       device::arrive(&shared.barriers.merged[unit.stage]);
     }
+    unit.advance(kUnitStages);
   }
 }
 
@@ -186,15 +193,16 @@ __device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& ter
 }
 
 // kReplacers threads, of group `group`, replace the input by its gradient, whose sums over a warp's
-// share of each tile go to `sums`, unless that is null.
-template <class T, int kKnown>
+// share of each tile go to `sums`, unless that is null. kPiece: of an image, elements that are put
+// at once; 0 where tiles have none.
+template <class T, int kKnown, int kPiece>
 __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stream const& s,
                                               GradientShared& shared, unsigned char* ring,
                                               float* __restrict__ sums, bool is_for_warps,
                                               int group, int thread) {
   RingCursor cursor;
   cursor.skip(group, s.stages);
-  bool const has_images = s.line_elements > 0;
+  constexpr bool kHasImages = kPiece > 0;
   RingCursor filling;
   filling.skip(group, kImages);
   int const tiles = int(device_stream::tiles_of_block(s));
@@ -205,20 +213,18 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
     wait_asleep(&shared.barriers.merged[unit], tile.ordinal / kUnitStages % 2);
     GroupTerms const terms = shared.terms[unit];
     unsigned char* const stage = ring + cursor.stage * kStageBytes + tile.lead * 16;
-    if (has_images) wait_asleep(&shared.emptied[filling.stage], filling.parity ^ 1);
+    if (kHasImages) wait_asleep(&shared.emptied[filling.stage], filling.parity ^ 1);
     uint32_t const image = device::shared_address(ring + s.stages * kStageBytes) +
                            filling.stage * kImageBytes + kImageStart;
     auto const put = [&](int vector, auto const& results) {
-      if (!has_images) {
-        results.store(reinterpret_cast<T*>(stage + vector * 16));
-      } else if (s.line_elements % 2 == 0) {
-        scatter<T, 2>(results, tile, s, image, vector);
+      if constexpr (kHasImages) {
+        scatter<T, kPiece>(results, tile, s, image, vector);
       } else {
-        scatter<T, 1>(results, tile, s, image, vector);
+        results.store(reinterpret_cast<T*>(stage + vector * 16));
       }
     };
     float sum = replace<T, kKnown>(tile, terms, affine, s, stage, thread, put);
-    if (has_images) {
+    if (kHasImages) {
       device::fence_async_proxy();
       device::arrive(&shared.barriers.free[cursor.stage]);
       device::arrive(&shared.filled[filling.stage]);
@@ -331,9 +337,18 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   if (thread < kFirstReplacer) {
     take_sums<T, kKnown>(affine, stream, shared, ring, thread / kSummers, thread % kSummers);
   } else if (thread < kFirstAlone) {
-    replace_tiles<T, kKnown>(affine, stream, shared, ring, sums, lines.columns > 0,
-                             (thread - kFirstReplacer) / kReplacers,
-                             (thread - kFirstReplacer) % kReplacers);
+    auto const replace = [&](auto piece) {
+      replace_tiles<T, kKnown, decltype(piece)::value>(
+          affine, stream, shared, ring, sums, lines.columns > 0,
+          (thread - kFirstReplacer) / kReplacers, (thread - kFirstReplacer) % kReplacers);
+    };
+    if (!has_images) {
+      replace(std::integral_constant<int, 0>{});
+    } else if (stream.line_elements % 2 == 0) {
+      replace(std::integral_constant<int, 2>{});
+    } else {
+      replace(std::integral_constant<int, 1>{});
+    }
   } else if (thread < kFirstAlone + 32) {
     merge_units(stream, elements, shared, words);
   } else if (thread < kFirstAlone + 64) {

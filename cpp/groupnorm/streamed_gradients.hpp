@@ -14,7 +14,7 @@ inline constexpr int kStreamedTensors = 2;  // the input, and the gradient
 // Threads that take a tile's sums, and those that replace it. Groups of both take tiles in turn:
 // what one does for a tile is a long chain of operations that wait for each other.
 inline constexpr int kSummers = 64;
-inline constexpr int kSummerGroups = 3;
+inline constexpr int kSummerGroups = 4;
 inline constexpr int kReplacers = 128;
 inline constexpr int kReplacerGroups = 3;
 

@@ -341,3 +341,32 @@ def test_narrow_groups_and_gradients_of_some_mean(mean, deviation, kernel, dtype
     scale = exact.norm() + grad.double().abs().sum().sqrt()  # zero where all values are equal
     error, eager_error = ((each - exact).norm() / scale for each in (found, theirs))
     assert error <= 1.1 * eager_error + GRADIENT_FLOOR[dtype], (error, eager_error)
+
+
+@pytest.mark.parametrize("large", [7e4, 1e15, -7e4, -1e15, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("all_of_a_group", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_large_values_stay_in_their_group(large, all_of_a_group, kernel, backward):
+    """Of GELU in its quick form, which has no bound where a group's sums are taken."""
+    backward(kernel, "groupnorm_streamed")
+    x = torch.randn(8, 16, 128, 136, device="cuda")
+    if all_of_a_group:
+        x[3, 4:8] = (x[3, 4:8] + 4) * (large / 16)  # of some width about it
+    for place in ((0, 0, 3, 5), (1, 5, -1, -1), (7, 15, 0, 0)):
+        x[place] = large
+    x, grad = x.bfloat16(), torch.randn_like(x).bfloat16()
+    affine = torch.randn(2, 16, device="cuda").bfloat16()
+
+    def of_input(function, *tensors):
+        run = partial(function, activation="gelu")
+        of_x = gradients(lambda x, *affine: run(x, 4, *affine), tensors, grad)[0]
+        return of_x.reshape(8 * 4, -1).double()
+
+    exact = of_input(eager, x.double(), *affine.double())
+    by_group = (of_input(group_norm, x, *affine), of_input(eager, x, *affine), exact)
+    for ours, theirs, reference in zip(*by_group, strict=True):
+        if reference.isfinite().all():
+            bound = 1.1 * relative_error(theirs, reference) + GRADIENT_FLOOR[x.dtype]
+            assert relative_error(ours, reference) <= bound
+        else:
+            assert not ours.isfinite().all()

@@ -167,8 +167,8 @@ __device__ __forceinline__ void activate(Activation activation, bool quick,
   }
 }
 
-// The one in front where moments, or sums that go with them, are all that is taken of the values.
-// That it makes NaN of infinity does not matter, whose group's deviations are NaN anyway.
+// The same where the group's moments are of these values, or gradients of such: that quick GELU
+// makes NaN of infinity here does not matter, whose group's deviations are NaN anyway.
 template <int kKnown, int kCount>
 __device__ __forceinline__ void activate_in_front(Affine const& affine, float (&values)[kCount]) {
   if constexpr (kKnown == kQuickGeluBefore) {

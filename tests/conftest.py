@@ -50,6 +50,9 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A profile ends the replays of its process for good: who counts them goes first. Of several
+    # processes each takes its tests in this order.
+    items.sort(key=lambda item: item.get_closest_marker("replays") is None)
     reason = _why_no_gpu()
     if reason is None:
         return

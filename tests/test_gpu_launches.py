@@ -16,7 +16,7 @@ from fusedconv.functional import conv_transpose_act_norm
 from fusedconv.kernels.cuda import program
 from fusedconv.plan import ForwardPlan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.replays]
 
 #: The norm behind, and its arguments.
 NORMS = {

@@ -1,4 +1,4 @@
-// Moments of output channels over a team of threads, channels first.
+// Moments of output channels: of a thread, and channels first over a team.
 #pragma once
 
 #include <cstdint>

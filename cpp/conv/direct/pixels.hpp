@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "conv/direct/channel_moments.hpp"
 #include "conv/direct/epilogue.hpp"
 #include "conv/direct/params.hpp"
 #include "cuda/math.hpp"
@@ -187,8 +188,7 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
                   ? device::to_float(static_cast<T const*>(p.bias)[channel + v])
                   : 0.0f;
   }
-  device::ShiftedMoments moments[kVector];
-  int total = 0;
+  ChannelMoments<kVector> moments;
   int const weight_channel =
       p.kernel_d.divisor * p.kernel_h.divisor * p.kernel_w.divisor * p.block_channels;
   int const units = active ? p.lines[0] * p.lines[1] * p.lines[2] * p.run_count : 0;
@@ -235,16 +235,13 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
     if (p.activates_output || p.partials != nullptr) activate<T>(p.activation, values);
     if (p.activates_output && p.partials != nullptr) round_as_stored<T>(values);
     if (p.partials != nullptr) {
+      float rows[kVector][kPixels];
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i >= count) break;
+      for (int v = 0; v < kVector; ++v) {
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          if (total == 0) moments[v].shift = values[i][v];
-          moments[v].add(values[i][v]);
-        }
-        ++total;
+        for (int i = 0; i < kPixels; ++i) rows[v][i] = values[i][v];
       }
+      moments.template add<kPixels>(count, [&](int v) -> auto const& { return rows[v]; });
     }
     if (p.activates_output) store();
   }
@@ -252,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_pixels(__grid_constant__
     __syncthreads();
     device::Moments merged[kVector];
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) merged[v] = moments[v].moments(total);
+    for (int v = 0; v < kVector; ++v) merged[v] = moments.moments[v].moments(moments.count);
     leave_moments<kVector>(p, place, channel, lane, lanes, all, merged,
                            reinterpret_cast<device::Moments*>(weights));
   }

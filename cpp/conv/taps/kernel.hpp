@@ -17,6 +17,9 @@
 namespace fusedconv::conv::taps {
 
 inline constexpr int kChunkSteps = kChunkBytes / 32;  // of the tensor cores
+// Of split products, which float32 additions join: steps of a sum before totals take it. What
+// additions round off then grows with the root of both counts, not with that of all steps.
+inline constexpr int kSumSteps = 8;
 
 // Copies a block's part of the filter for a step, rows kPitchBytes apart.
 template <class Traits>
@@ -42,10 +45,22 @@ __device__ __forceinline__ void clear(Accumulators& sums) {
   }
 }
 
-template <class Traits>
+__device__ __forceinline__ void add(Accumulators& sums, Accumulators const& more) {
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumnTiles; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[r][c][e] += more[r][c][e];
+    }
+  }
+}
+
+// Adds a step's products. kAll, of split operands: those of two small parts too, which are next to
+// nothing, but of a few products eager's sums in float32 leave no more out.
+template <class Traits, bool kAll = false>
 __device__ __forceinline__ void multiply(Accumulators& sums, unsigned char const* filter,
                                          unsigned char const* const (&positions)[4]) {
-  using Mma = typename Traits::Mma;
 #pragma unroll
   for (int k = 0; k < kChunkSteps; ++k) {
     uint32_t a[kRowTiles][4], small_a[kRowTiles][4];
@@ -59,21 +74,39 @@ __device__ __forceinline__ void multiply(Accumulators& sums, unsigned char const
       uint32_t b[4], small_b[4];
       load_matrices(b, positions[j / 2] + k * 32);
       if constexpr (Traits::kSplits) split(b, small_b);
+      // To each tile of the pair of columns, so that products in a row wait for none of theirs.
+      auto const add = [&](auto const& to, uint32_t const(&x)[kRowTiles][4],
+                           uint32_t const(&y)[4]) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float (&sum)[4] = sums[i][j + e];
-          auto const add = [&](uint32_t const(&x)[4], uint32_t y0, uint32_t y1) {
-            Mma::fma(sum[0], sum[1], sum[2], sum[3], x[0], x[1], x[2], x[3], y0, y1, sum[0], sum[1],
-                     sum[2], sum[3]);
-          };
-          if constexpr (Traits::kSplits) {
-            add(small_a[i], b[2 * e], b[2 * e + 1]);
-            add(a[i], small_b[2 * e], small_b[2 * e + 1]);
+          for (int e = 0; e < 2; ++e) {
+            float (&sum)[4] = to(i, e);
+            Traits::Mma::fma(sum[0], sum[1], sum[2], sum[3], x[i][0], x[i][1], x[i][2], x[i][3],
+                             y[2 * e], y[2 * e + 1], sum[0], sum[1], sum[2], sum[3]);
           }
-          add(a[i], b[2 * e], b[2 * e + 1]);
         }
+      };
+      auto const of_sums = [&](int i, int e) -> float (&)[4] { return sums[i][j + e]; };
+      if constexpr (Traits::kSplits) {
+        // Tensor cores cut sums off, by a share of their size: a step of theirs has sums of its
+        // own, and its small products come first.
+        float steps[kRowTiles][2][4] = {};
+        auto const of_steps = [&](int i, int e) -> float (&)[4] { return steps[i][e]; };
+        if constexpr (kAll) add(of_steps, small_a, small_b);
+        add(of_steps, small_a, b);
+        add(of_steps, a, small_b);
+        add(of_steps, a, b);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sums[i][j + e][v] += steps[i][e][v];
+          }
+        }
+      } else {
+        add(of_sums, a, b);
       }
     }
   }
@@ -117,8 +150,9 @@ __global__ void __launch_bounds__(kThreads, Traits::kBlocks)
     positions[i] = at * kPitchBytes + lane % 16 / 8 * 16;
   }
 
-  Accumulators sums;
+  Accumulators sums, totals;  // totals where products are split
   clear(sums);
+  clear(totals);
 
   int const total = taps.count * p.chunks;
   if (total > 0) {
@@ -169,20 +203,16 @@ __global__ void __launch_bounds__(kThreads, Traits::kBlocks)
         unsigned char const* const bases[kColumnTiles / 2] = {
             base + positions[0], base + positions[1], base + positions[2], base + positions[3]};
         unsigned char const* const rows = own_rows + slot * kSlotBytes;
-        if constexpr (Traits::kSplits) {
-          Accumulators products;
-          clear(products);
-          multiply<Traits>(products, rows, bases);
-#pragma unroll
-          for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-            for (int c = 0; c < kColumnTiles; ++c) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) sums[r][c][e] += products[r][c][e];
-            }
-          }
+        if (Traits::kSplits && total <= kSumSteps) {
+          multiply<Traits, true>(sums, rows, bases);
         } else {
           multiply<Traits>(sums, rows, bases);
+        }
+      }
+      if constexpr (Traits::kSplits) {
+        if (i % kSumSteps == kSumSteps - 1) {
+          add(totals, sums);
+          clear(sums);
         }
       }
       if (--left_of_stage == 0) {
@@ -195,6 +225,7 @@ __global__ void __launch_bounds__(kThreads, Traits::kBlocks)
     }
     cutlass::arch::cp_async_wait<0>();
   }
+  if constexpr (Traits::kSplits) add(sums, totals);
   __syncthreads();
   finish<Traits>(p, block, own, warp, sums, shared);
 }

@@ -20,9 +20,7 @@ struct Traits {
   static constexpr int kChunk = kChunkBytes / kElementBytes;  // channels
   static constexpr bool kRounds = kMath == Math::kTf32;       // operands, to TF32
   static constexpr bool kSplits = kMath == Math::kTf32x3;
-  // Each step of a split product is a sum of its own, which float32 additions join: what the tensor
-  // cores drop of long sums would exceed the error of eager's. That takes twice the registers.
-  static constexpr int kBlocks = kSplits ? 1 : 2;  // of a multiprocessor
+  static constexpr int kBlocks = kSplits ? 1 : 2;  // of a multiprocessor: totals take registers
   static constexpr int kParts = kWarps / kGroups;  // warps that share a row group
   static constexpr int kPositions = block_positions(kGroups);
   static_assert(kElementBytes == traits_of(kMath).element_bytes());

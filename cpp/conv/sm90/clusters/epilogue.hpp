@@ -162,6 +162,17 @@ __device__ __forceinline__ groupnorm::Statistics statistics_of_cluster(Params co
   return group;
 }
 
+// Of the values of lanes that have some inside, of which there is one.
+template <int kCount>
+__device__ __forceinline__ float mean_of_warp(float const (&values)[kCount], bool inside) {
+  float sum[1] = {0.0f};
+#pragma unroll
+  for (float const value : values) sum[0] += inside ? value : 0.0f;
+  add_lanes(sum);
+  int const lanes = __popc(__ballot_sync(~0u, inside));
+  return sum[0] / float(lanes * kCount);
+}
+
 // Ends with an arrival at the cluster's barrier: from there on this block reads nothing of others.
 template <class T, int kCount>
 __device__ __forceinline__ void finish(Params const& p, Slab const& slab, int sample,
@@ -198,12 +209,18 @@ __device__ __forceinline__ void finish(Params const& p, Slab const& slab, int sa
       if (!p.normalises) store_results<T>(p, place, group, columns, values);
     }
     if (p.normalises) {
-      if (at - first == 0) moments.shift = __shfl_sync(~0u, values[0], 0);
+      // The mean of those that come first: a single one may be far off the rest, as one of few that
+      // are not zero, and the difference of squares would be all rounding.
+      if (at - first == 0) moments.shift = mean_of_warp(values, inside);
       if (inside) {
         // Of its own part, which nobody else reads.
         device::Pack<float, kCount>::of(values).store(sums + at);
+        // Sums of their own: a long chain of equal values rounds the same way each time.
+        device::ShiftedMoments own{moments.shift};
 #pragma unroll
-        for (float const value : values) moments.add(value);
+        for (float const value : values) own.add(value);
+        moments.sum += own.sum;
+        moments.squares += own.squares;
         count += kCount;
       }
     }

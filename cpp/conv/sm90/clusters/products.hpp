@@ -10,10 +10,6 @@
 
 namespace fusedconv::conv::sm90::clusters {
 
-// Steps of a split product that the tensor cores add up: what they drop of longer sums would exceed
-// the error of eager's.
-inline constexpr int kSplitSteps = 2;
-
 // A position of a slab, by axis: any phase's that has so many outputs. Of a row beyond the last one
 // none.
 struct Position {
@@ -88,15 +84,11 @@ template <Math kMath, int kTiles>
 __device__ __forceinline__ void multiply_tap(float (&sums)[kTiles][4], uint32_t pixels,
                                              uint32_t filter, int pitch, int bytes, int pairs) {
   if constexpr (kMath == Math::kTf32x3) {
+    // What the tensor cores drop of a longer sum would exceed the error of eager's.
 #pragma unroll 1
-    for (int first = 0; first < bytes; first += kSplitSteps * kStepBytes) {
+    for (int at = 0; at < bytes; at += kStepBytes) {
       float part[kTiles][4] = {};
-#pragma unroll
-      for (int k = 0; k < kSplitSteps; ++k) {
-        int const at = first + k * kStepBytes;
-        if (at >= bytes) break;
-        multiply_steps<kMath, kTiles, 1>(part, pixels + at, filter + at, pitch);
-      }
+      multiply_steps<kMath, kTiles, 1>(part, pixels + at, filter + at, pitch);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll

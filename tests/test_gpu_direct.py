@@ -127,6 +127,32 @@ def test_doubled_planes(kernel, spatial, activation, layout, only):
         assert served({**sizes, "bias": bias}, kernel)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", KERNELS, **names)
+def test_moments_of_values_that_are_mostly_zero(kernel, layout, activation, only):
+    """Five sixths of the outputs have no taps: a chain of equal values rounds the same way each
+    time, and the variance would be off by a millionth."""
+    only(kernel)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        sizes = of(
+            channels=3,
+            out=66,
+            groups=2,
+            spatial=[7, 32],
+            kernel=[5, 8],
+            stride=[4, 3],
+            padding=[4, 3],
+            output_padding=[1, 2],
+            dilation=[2, 3],
+            bias=False,
+            activation=activation,
+            layout=layout,
+        )
+        assert served(sizes, kernel)
+
+
 THIN = ("depthwise", "channel multiplier", "few channels")
 
 

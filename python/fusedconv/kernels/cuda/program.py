@@ -152,7 +152,7 @@ def supports_forward(
 
 
 #: Products in the sum of one output from which on strict fp32 is served by three products in TF32.
-#: Splitting costs a relative error of 1.0e-7 to 1.5e-7, however short the sum; that of a chain of
+#: Splitting costs a relative error of 0.85e-7 to 1.1e-7, however short the sum; that of a chain of
 #: fp32 additions grows with it: 0.65e-7 at 12 products, 0.9e-7 at 24, 1.25e-7 at 48 (normally
 #: distributed operands, on an H200).
 SHORTEST_STRICT_SUM = 12

@@ -118,6 +118,38 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) terms[blockIdx.x] = {weighted.x / elements, weighted.y / elements};
 }
 
+__device__ __forceinline__ float sum_of(float value) { return value; }
+__device__ __forceinline__ float sum_of(float4 const& v) { return (v.x + v.y) + (v.z + v.w); }
+
+// A thread's share of a channel's parts over all samples, by loads of type V, several of which are
+// under way.
+template <class V>
+__device__ __forceinline__ float sum_of_parts(float const* sums, int64_t batch, int channels,
+                                              int channel, int parts) {
+  constexpr int kAhead = 8;
+  int const count = parts / int(sizeof(V) / sizeof(float));
+  int const step = kThreads / count, rest = kThreads % count;
+  int64_t n = int(threadIdx.x) / count;
+  int i = int(threadIdx.x) % count;
+  float sum = 0.0f;
+  while (n < batch) {
+    V loaded[kAhead] = {};
+#pragma unroll
+    for (V& value : loaded) {
+      if (n < batch) value = reinterpret_cast<V const*>(sums + (n * channels + channel) * parts)[i];
+      n += step;
+      i += rest;
+      if (i >= count) {
+        i -= count;
+        ++n;
+      }
+    }
+#pragma unroll
+    for (V const& value : loaded) sum += sum_of(value);
+  }
+  return sum;
+}
+
 // Block: a channel's sums over all samples.
 __global__ void __launch_bounds__(kThreads)
     sums_over_samples(float2 const* __restrict__ sums, int64_t batch, int channels,
@@ -137,14 +169,11 @@ __global__ void __launch_bounds__(kThreads)
     if (targets.bias != nullptr) device::store_from_float(targets.bias, channel, dtype, total.x);
   }
   if (targets.conv_bias == nullptr) return;
-  // A warp has a sample's parts side by side, and several samples under way.
-  float sum = 0.0f;
-#pragma unroll 4
-  for (int64_t n = threadIdx.x / 32; n < batch; n += kThreads / 32) {
-    float const* const parts = targets.sums + (n * channels + channel) * targets.parts;
-#pragma unroll 2
-    for (int i = threadIdx.x % 32; i < targets.parts; i += 32) sum += parts[i];
-  }
+  bool const is_aligned =
+      targets.parts % 4 == 0 && reinterpret_cast<uintptr_t>(targets.sums) % sizeof(float4) == 0;
+  float sum = is_aligned
+                  ? sum_of_parts<float4>(targets.sums, batch, channels, channel, targets.parts)
+                  : sum_of_parts<float>(targets.sums, batch, channels, channel, targets.parts);
   sum = device::block_total<kThreads>(sum);
   if (threadIdx.x == 0) {
     device::store_from_float(targets.conv_bias, channel, targets.conv_dtype, sum);

@@ -40,6 +40,10 @@ __device__ __forceinline__ float2 unpacked(uint64_t word) {
   return make_float2(__uint_as_float(uint32_t(word)), __uint_as_float(uint32_t(word >> 32)));
 }
 
+// Nanoseconds until a warp asks again: all blocks ask for the same lines, and words that are stored
+// there meanwhile arrive the later for it.
+inline constexpr unsigned kBetweenAsking = 400;
+
 // A lane's share of what `count` blocks publish, kWords words each: of block lane, lane + 32, ...
 template <int kWords>
 struct Words {
@@ -69,7 +73,8 @@ struct Words {
       bool is_missing = false;
 #pragma unroll
       for (int i = 0; i < kPolls; ++i) is_missing |= missing(i);
-      if (!is_missing) break;
+      if (!__any_sync(~0u, is_missing)) break;
+      __nanosleep(kBetweenAsking);
 #pragma unroll
       for (int i = 0; i < kPolls; ++i) {
         if (missing(i)) poll(words + kWords * (lane + 32 * i), values[i]);

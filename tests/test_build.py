@@ -14,7 +14,7 @@ from processes import python
 import fusedconv
 from fusedconv import _C, winners
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda import program
+from fusedconv.kernels.cuda import conditions
 
 CPP = ROOT / "cpp"
 
@@ -237,13 +237,13 @@ def test_this_torch_is_one_that_is_promised():
     ],
 )
 def test_devices_that_run_what_is_compiled(code, runs, does_not):
-    assert all(program.runs_on(architecture, code) for architecture in runs)
-    assert not any(program.runs_on(architecture, code) for architecture in does_not)
+    assert all(conditions.runs_on(architecture, code) for architecture in runs)
+    assert not any(conditions.runs_on(architecture, code) for architecture in does_not)
 
 
 def test_a_build_without_code_for_the_device_says_so(monkeypatch):
-    monkeypatch.setattr(program, "HAS_CUDA", True)
+    monkeypatch.setattr(conditions, "HAS_CUDA", True)
     monkeypatch.setitem(_C.build, "architectures", "80-real 90a")
-    assert program.supports_device(KNOWN[90])
-    support = program.supports_device(KNOWN[100])
+    assert conditions.supports_device(KNOWN[90])
+    support = conditions.supports_device(KNOWN[100])
     assert support.reason == "this build holds code for 80-real 90a, the device has 10.0"

@@ -13,7 +13,7 @@ import fusedconv
 from fusedconv import _C
 from fusedconv.device import KNOWN, PROCESSOR, Device, cuda_device, device_record
 from fusedconv.kernels import built_in
-from fusedconv.kernels.cuda import program
+from fusedconv.kernels.cuda import conditions
 from fusedconv.precision import COMPILED_DTYPES, precisions_of
 from fusedconv.problem import Bias, Residual
 from fusedconv.selection import choose
@@ -101,7 +101,7 @@ def test_every_pass_has_kernels_on_every_device(record, no_device):
 
 def test_an_old_device_gets_torchs_operators_with_the_reason(monkeypatch):
     """The condition comes behind the build's own, which this test sets aside."""
-    monkeypatch.setattr(program, "HAS_CUDA", True)
+    monkeypatch.setattr(conditions, "HAS_CUDA", True)
     reason = "needs compute capability 8.0, the device has 7.5"
     for one in PASSES:
         for explanation in explained(one, device=T4):
@@ -117,7 +117,7 @@ def test_an_old_device_gets_torchs_operators_with_the_reason(monkeypatch):
     assert "T4 (sm_75)" in str(explanation)
 
 
-@pytest.mark.skipif(program.HAS_CUDA, reason="this build has CUDA's kernels")
+@pytest.mark.skipif(conditions.HAS_CUDA, reason="this build has CUDA's kernels")
 def test_a_build_without_cuda_says_so_of_every_device():
     (explanation,) = explained(problem(conv=None), device=H200)
     assert explanation.provider == "torch"
@@ -127,18 +127,18 @@ def test_a_build_without_cuda_says_so_of_every_device():
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_a_family_that_the_build_lacks_says_so(family):
-    if family in program.FAMILIES:
+    if family in conditions.FAMILIES:
         pytest.skip("this build has the family")
     (explanation,) = explained(problem(), device=H200)
     refused = {c.kernel.provider: c.support for _, cs in explanation.candidates for c in cs}
     support = refused[f"cutlass_{family}"]
     assert not support
-    expected = "this build lacks the family" if program.HAS_CUDA else "was built without CUDA"
+    expected = "this build lacks the family" if conditions.HAS_CUDA else "was built without CUDA"
     assert expected in support.reason
 
 
 @pytest.mark.skipif(
-    not {"sm80", "sm90"} <= set(program.FAMILIES), reason="this build lacks families of kernels"
+    not {"sm80", "sm90"} <= set(conditions.FAMILIES), reason="this build lacks families of kernels"
 )
 def test_an_h200_is_explained_on_any_machine(no_device):
     weight = torch.empty(64, 64, 3, 3)

@@ -91,6 +91,7 @@ USE_COMPILED = {
     "kernels.cuda.boxes_sm90",
     "kernels.cuda.clusters_sm90",
     "kernels.cuda.col2im_sm90",
+    "kernels.cuda.conditions",
     "kernels.cuda.convolution",
     "kernels.cuda.depthwise",
     "kernels.cuda.direct",

@@ -16,7 +16,7 @@ import fusedconv
 from fusedconv import ForwardProblem, Norm
 from fusedconv.benchmark import DTYPES, LAYOUTS
 from fusedconv.device import KNOWN
-from fusedconv.kernels.cuda.program import NotBuiltBackward, NotBuiltForward
+from fusedconv.kernels.cuda.conditions import NotBuiltBackward, NotBuiltForward
 from fusedconv.problem import Problem
 from fusedconv.registry import registry
 

@@ -18,7 +18,7 @@ import fusedconv
 from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
 from fusedconv.functional import conv_transpose_act_norm
-from fusedconv.kernels.cuda.program import FAMILIES
+from fusedconv.kernels.cuda.conditions import FAMILIES
 from fusedconv.selection import choose
 
 STAGES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.kernels.compiled import address
 from fusedconv.kernels.cuda import batch_norm as cuda
-from fusedconv.kernels.cuda.program import HAS_CUDA
+from fusedconv.kernels.cuda.conditions import HAS_CUDA
 from fusedconv.precision import COMPILED_DTYPES
 
 

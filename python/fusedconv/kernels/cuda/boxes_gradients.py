@@ -40,18 +40,16 @@ from fusedconv.kernels.cuda.boxes_gradient_problems import (
     weight_config,
     writes_weight,
 )
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltBackward, supports_device
 from fusedconv.kernels.cuda.convolution import CHUNK_BYTES, packed_filter
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.program import (
-    FAMILIES,
     INPUT,
     OUTPUT,
     WEIGHT,
     ForwardProgram,
-    NotBuiltBackward,
     allocator,
     run_program,
-    supports_device,
 )
 from fusedconv.kernels.cuda.transposing import (
     padded_elements,

@@ -16,14 +16,9 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem, transposed_problem
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import filter_source, supports_transposed
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-    ProgramPlan,
-    equal_chunk,
-)
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk
 from fusedconv.plan import ForwardKernel, Kernel
 from fusedconv.precision import Precision
 from fusedconv.problem import ConvTransposeGeometry, ForwardProblem

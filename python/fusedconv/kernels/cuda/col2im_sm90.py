@@ -15,8 +15,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import filter_source
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.taps import TransposedRow
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem

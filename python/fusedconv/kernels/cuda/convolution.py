@@ -19,14 +19,8 @@ from fusedconv.kernels.compiled import (
     supports_extents,
     transposed_problem,
 )
-from fusedconv.kernels.cuda.program import (
-    ForwardProgram,
-    ProgramPlan,
-    equal_chunk,
-    five_strides,
-    supports_forward,
-    supports_precision,
-)
+from fusedconv.kernels.cuda.conditions import supports_forward, supports_precision
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk, five_strides
 from fusedconv.layout import dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import ForwardKernel

@@ -16,18 +16,13 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import (
     ConvolutionRow,
     reading_config,
     supports_multiply_adds,
 )
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-    ProgramPlan,
-    equal_chunk,
-)
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk
 from fusedconv.plan import Kernel
 from fusedconv.precision import dtype_name
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act

@@ -15,17 +15,14 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import (
     InPlaceRow,
     reading_config,
     supports_multiply_adds,
     supports_partials,
 )
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-)
+from fusedconv.kernels.cuda.program import ForwardProgram
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem
 from fusedconv.support import Support

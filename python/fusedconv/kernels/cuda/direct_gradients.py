@@ -16,15 +16,10 @@ from fusedconv.kernels.compiled import (
     supports_extents,
     transposed_problem,
 )
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltBackward, supports_device
 from fusedconv.kernels.cuda.convolution import filter_source
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    NotBuiltBackward,
-    allocator,
-    run_program,
-    supports_device,
-)
+from fusedconv.kernels.cuda.program import allocator, run_program
 from fusedconv.kernels.cuda.ungrouped_gradients import add_bias_sums, supports_bias_sums
 from fusedconv.layout import dense, dense_strides
 from fusedconv.norms import KINDS

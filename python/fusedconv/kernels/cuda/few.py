@@ -15,6 +15,7 @@ from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import (
     CHUNK_BYTES,
     ConvolutionRow,
@@ -22,13 +23,7 @@ from fusedconv.kernels.cuda.convolution import (
     supports_partials,
     supports_transposed,
 )
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-    ProgramPlan,
-    equal_chunk,
-)
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk
 from fusedconv.plan import Kernel
 from fusedconv.precision import dtype_name
 from fusedconv.problem import Activation, ActNormAct, ForwardProblem

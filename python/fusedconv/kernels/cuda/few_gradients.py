@@ -11,6 +11,7 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_compiled, supports_extents, transposed_problem
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltBackward, supports_device
 from fusedconv.kernels.cuda.convolution import filter_source, weight_gradient
 from fusedconv.kernels.cuda.direct_gradients import (
     COPY_SHARE,
@@ -23,7 +24,6 @@ from fusedconv.kernels.cuda.direct_gradients import (
     bias_milliseconds,
     supports_direct_bias,
 )
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltBackward, supports_device
 from fusedconv.layout import dense_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, Kernel

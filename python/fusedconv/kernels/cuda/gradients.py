@@ -12,8 +12,9 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP, group_norm_problem, supports_compiled
+from fusedconv.kernels.cuda.conditions import supports_device
 from fusedconv.kernels.cuda.gradient_tensors import begin_apart
-from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
+from fusedconv.kernels.cuda.program import allocator, run_program
 from fusedconv.layout import dense, dense_strides, line_pitch, line_strides
 from fusedconv.norms import KINDS
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel

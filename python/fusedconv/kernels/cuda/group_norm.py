@@ -10,11 +10,8 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import group_norm_problem, readable_aligned
-from fusedconv.kernels.cuda.program import (
-    ForwardProgram,
-    ProgramPlan,
-    supports_forward,
-)
+from fusedconv.kernels.cuda.conditions import supports_forward
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan
 from fusedconv.plan import ForwardKernel, Kernel
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 from fusedconv.support import Support

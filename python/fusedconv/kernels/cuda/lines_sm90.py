@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from fusedconv import _C
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.line_row import LineRow
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
 from fusedconv.plan import Kernel
 
 #: Cycles of a byte of the filter that a block copies first.

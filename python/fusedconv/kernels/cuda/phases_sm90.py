@@ -18,9 +18,10 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.cuda.boxes_costs import CostConstants as BoxesCosts
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import supports_partials
 from fusedconv.kernels.cuda.copied_row import CopiedRow
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
+from fusedconv.kernels.cuda.program import launched_chunks
 from fusedconv.norms import KINDS
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem, act_norm_act

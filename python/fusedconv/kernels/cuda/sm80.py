@@ -14,16 +14,18 @@ from fusedconv import _C
 from fusedconv.activations import COMPILED
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import conv_problem
-from fusedconv.kernels.cuda.program import (
+from fusedconv.kernels.cuda.conditions import (
     FAMILIES,
-    ForwardProgram,
     NotBuiltForward,
+    supports_forward,
+    supports_precision,
+)
+from fusedconv.kernels.cuda.program import (
+    ForwardProgram,
     ProgramPlan,
     equal_chunk,
     five_strides,
     launched_chunks,
-    supports_forward,
-    supports_precision,
 )
 from fusedconv.lowering import Phase, lower
 from fusedconv.plan import ForwardKernel, Kernel

@@ -15,16 +15,14 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import conv_problem
-from fusedconv.kernels.cuda.convolution import CHUNK_BYTES, ConvolutionRow
-from fusedconv.kernels.cuda.program import (
+from fusedconv.kernels.cuda.conditions import (
     FAMILIES,
-    ForwardProgram,
     NotBuiltForward,
-    ProgramPlan,
-    equal_chunk,
     supports_forward,
     supports_precision,
 )
+from fusedconv.kernels.cuda.convolution import CHUNK_BYTES, ConvolutionRow
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan, equal_chunk
 from fusedconv.lowering import Phase, lower
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem

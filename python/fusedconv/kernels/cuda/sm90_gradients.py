@@ -21,6 +21,13 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import CONTIGUOUS_STEP
+from fusedconv.kernels.cuda.conditions import (
+    FAMILIES,
+    SHORTEST_STRICT_SUM,
+    NotBuiltBackward,
+    supports_forward,
+    supports_precision,
+)
 from fusedconv.kernels.cuda.gradient_tensors import (
     GradForm,
     copies_to_channels_last,
@@ -45,18 +52,13 @@ from fusedconv.kernels.cuda.phase_planes import (
     split_milliseconds,
 )
 from fusedconv.kernels.cuda.program import (
-    FAMILIES,
     INPUT,
     OUTPUT,
-    SHORTEST_STRICT_SUM,
     WEIGHT,
     ForwardProgram,
-    NotBuiltBackward,
     allocator,
     lines_problem,
     run_program,
-    supports_forward,
-    supports_precision,
 )
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90

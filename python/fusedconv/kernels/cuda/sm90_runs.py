@@ -20,14 +20,10 @@ import torch
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import by_axis
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import InPlaceRow, goes_through_scratch
 from fusedconv.kernels.cuda.group_norm import compiled_problem, normalise_in_one_pass
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    ForwardProgram,
-    NotBuiltForward,
-    ProgramPlan,
-)
+from fusedconv.kernels.cuda.program import ForwardProgram, ProgramPlan
 from fusedconv.kernels.cuda.sm90 import Sm90Row
 from fusedconv.layout import line_pitch
 from fusedconv.lowering import AxisPhase, Phase, lower

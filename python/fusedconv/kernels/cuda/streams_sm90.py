@@ -9,8 +9,8 @@ many columns, phases of channels, a block has.
 from __future__ import annotations
 
 from fusedconv import _C
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.line_row import LineRow
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward
 from fusedconv.plan import Kernel
 
 

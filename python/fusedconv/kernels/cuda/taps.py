@@ -18,12 +18,9 @@ from typing import Any
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import readable_aligned, transposed_problem
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
 from fusedconv.kernels.cuda.convolution import InPlaceRow, supports_partials, supports_transposed
-from fusedconv.kernels.cuda.program import (
-    FAMILIES,
-    NotBuiltForward,
-    launched_chunks,
-)
+from fusedconv.kernels.cuda.program import launched_chunks
 from fusedconv.lowering import lower
 from fusedconv.plan import Kernel
 from fusedconv.problem import ConvTransposeGeometry, ForwardProblem

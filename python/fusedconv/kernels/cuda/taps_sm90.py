@@ -16,7 +16,8 @@ from typing import Any
 
 from fusedconv import _C
 from fusedconv.device import Device
-from fusedconv.kernels.cuda.program import FAMILIES, NotBuiltForward, launched_chunks
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
+from fusedconv.kernels.cuda.program import launched_chunks
 from fusedconv.kernels.cuda.taps import TapsRow
 from fusedconv.plan import Kernel
 from fusedconv.problem import ForwardProblem

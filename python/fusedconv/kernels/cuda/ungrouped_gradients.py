@@ -14,9 +14,10 @@ from torch import Tensor
 from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.compiled import supports_compiled
+from fusedconv.kernels.cuda.conditions import supports_device
 from fusedconv.kernels.cuda.gradient_tensors import grad_layout
 from fusedconv.kernels.cuda.gradients import compiled_problem, supports_epilogue, wants_input
-from fusedconv.kernels.cuda.program import allocator, run_program, supports_device
+from fusedconv.kernels.cuda.program import allocator, run_program
 from fusedconv.layout import dense, dense_strides
 from fusedconv.plan import BackwardKernel, BackwardPlan, BackwardTensors, Gradients, Kernel
 from fusedconv.problem import BackwardProblem, Bias

@@ -25,4 +25,17 @@ __device__ __forceinline__ void store_shared(uint32_t address, float first, floa
                : "memory");
 }
 
+// Four matrices of eight by eight elements of 16 bits, transposed: a lane's word of each is of row
+// lane / 4, and lanes 8 i to 8 i + 7 have the addresses of the i-th's columns. Of compute
+// capability 9.0 and later.
+__device__ __forceinline__ void store_matrices_transposed([[maybe_unused]] uint32_t address,
+                                                          [[maybe_unused]] uint4 const& matrices) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(matrices.x), "r"(matrices.y), "r"(matrices.z), "r"(matrices.w)
+      : "memory");
+#endif
+}
+
 }  // namespace fusedconv::device

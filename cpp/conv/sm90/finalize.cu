@@ -6,6 +6,7 @@
 #include "conv/sm90/raster.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
+#include "cuda/store_shared.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/affine.hpp"
@@ -92,21 +93,30 @@ __global__ void __launch_bounds__(kThreads)
     auto* const elements = reinterpret_cast<Result*>(tile);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
+      device::Pack<Result, 2> pairs[kVector / 2];
 #pragma unroll
-      for (int j = 0; j < kVector; j += 2) {
-        int const octet = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4) + j / 4;
-        int const r = row + j % 4 / 2 * 8;
-        int const c = octet * 8 + column;
-        device::Pack<Result, 2> pair;
+      for (int j = 0; j < kVector; ++j) {
+        pairs[j / 2].values[j % 2] = normalize(loaded[i].values[j], j % 4 / 2);
+      }
+      int const octet0 = (threadIdx.x % 64 / 32 + 2 * i) * (kVector / 4);
+      if constexpr (!kChannelsFirst && sizeof(Result) == 2) {
+        // Eight channels of eight positions are a matrix: of two octets, two below each other.
+        int const position = (octet0 + lane / 16) * 8 + lane % 8;
+        Result* const at = elements + position * kRow + warp * 16 + lane / 8 % 2 * 8;
+        device::store_matrices_transposed(
+            uint32_t(__cvta_generic_to_shared(at)),
+            {pairs[0].bits[0], pairs[1].bits[0], pairs[2].bits[0], pairs[3].bits[0]});
+      } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          pair.values[e] = normalize(loaded[i].values[j + e], j % 4 / 2);
-        }
-        if constexpr (kChannelsFirst) {
-          pair.store(elements + r * kRow + c);
-        } else {
-          elements[c * kRow + r] = pair.values[0];
-          elements[(c + 1) * kRow + r] = pair.values[1];
+        for (int j = 0; j < kVector; j += 2) {
+          int const r = row + j % 4 / 2 * 8;
+          int const c = (octet0 + j / 4) * 8 + column;
+          if constexpr (kChannelsFirst) {
+            pairs[j / 2].store(elements + r * kRow + c);
+          } else {
+            elements[c * kRow + r] = pairs[j / 2].values[0];
+            elements[(c + 1) * kRow + r] = pairs[j / 2].values[1];
+          }
         }
       }
     }

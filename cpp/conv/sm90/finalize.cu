@@ -4,6 +4,7 @@
 
 #include "conv/sm90/passes.hpp"
 #include "conv/sm90/raster.hpp"
+#include "cuda/async.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/math.hpp"
 #include "cuda/store_shared.hpp"
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
         int const position = (octet0 + lane / 16) * 8 + lane % 8;
         Result* const at = elements + position * kRow + warp * 16 + lane / 8 % 2 * 8;
         device::store_matrices_transposed(
-            uint32_t(__cvta_generic_to_shared(at)),
+            device::shared_address(at),
             {pairs[0].bits[0], pairs[1].bits[0], pairs[2].bits[0], pairs[3].bits[0]});
       } else {
 #pragma unroll

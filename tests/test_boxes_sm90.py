@@ -54,6 +54,11 @@ def drawn(kernel: BoxesSm90, seed: int):
                 "dilation": 1,
             }
             fields |= {name: (*fields[name][:-1], end) for name, end in ends.items()}
+        if kernel.row.filter_first:
+            axes = len(fields["spatial"])
+            none = (0,) * axes
+            fields |= {"stride": (1,) * axes, "padding": none, "output_padding": none}
+            fields["channels"] = vector * generator.randint(1, 8)
         sizes = Sizes(**fields)
         made = sizes.problem(kernel, layout=layout)
         if kernel.supports(made, H200):
@@ -100,7 +105,7 @@ def test_boxes_hold_every_position(kernel, seed):
     positions = [1] * (3 - len(positions)) + positions
     for batch in (1, 3, 100):
         box = config.box(batch)
-        assert math.prod(box) <= SLAB
+        assert math.prod(box) <= kernel.row.positions
         boxes = _boxes((*positions, batch), box)
         assert config.launch_tiles(batch) == math.ceil(boxes / kernel.row.boxes)
         if kernel.row.segments > 1 and made.output_layout == "nchw":
@@ -152,8 +157,8 @@ def test_a_weight_whose_output_channels_are_beside_each_other_is_read_as_it_lies
     explicit = "tf32" if kernel.precision == "tf32" else None
     made = hypothetical.problem(
         batch=8, channels=64, out_channels=out, spatial=(16, 16), kernel_size=kernel_size,
-        stride=2, dtype=DTYPES[kernel.precision], precision=explicit, device="cuda",
-        layout="nhwc", weight_layout=weight_layout,
+        stride=1 if kernel.row.filter_first else 2, dtype=DTYPES[kernel.precision],
+        precision=explicit, device="cuda", layout="nhwc", weight_layout=weight_layout,
     )  # fmt: skip
     if not kernel.supports(made, H200):
         pytest.skip("such a filter does not stay in shared memory")
@@ -174,7 +179,7 @@ def test_shared_memory_holds_the_ring(kernel):
     lines = 0 if row.stationary else row.columns
     if row.halo:
         halos = _C.sm90.boxes.halo_stages * row.boxes * config.halo_bytes
-        assert config.halo_bytes >= SLAB * CHUNK_BYTES
+        assert config.halo_bytes >= row.positions * CHUNK_BYTES
     else:
         lines += row.boxes * SLAB
     steps = max(taps for *_, taps in config.sets) * config.chunks

@@ -51,6 +51,8 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
     layout = "nchw" if row.planes else generator.choice(("nchw", "nhwc", "nhwc", "strided"))
     if row.alike > 1 and layout == "nhwc":
         layout = "strided"
+    if row.filter_first:
+        return filter_first_problem(kernel, layout, generator)
     along_width = row.segments > 1 and layout != "nhwc"
     axes = generator.choice((1, 2, 2, 3)) if layout != "nhwc" else generator.choice((2, 2, 3))
     most = {1: 300, 2: 30, 3: 8}[axes]
@@ -73,13 +75,45 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
             if row.planes:
                 kernel_size, padding = stride, 0
         drawn.append((extent, kernel_size, stride, padding, 0, dilation))
+    channels = 8 * generator.choice((1, 3, 4, 8, 13, 33))
+    case = problem_of(kernel, layout, channels, drawn, generator)
+    case["empty"] |= along_width and output_extent(*drawn[-1]) < row.segments
+    return case
+
+
+def filter_first_problem(
+    kernel: BoxesSm90, layout: str, generator: random.Random
+) -> dict[str, Any]:
+    """One whose filter stays in shared memory, with tiles that reach beyond the image or do not."""
+    axes = generator.choice((1, 2, 2, 2, 3)) if layout != "nhwc" else generator.choice((2, 2, 2, 3))
+    most, largest = {1: (300, 4), 2: (90, 3), 3: (20, 2)}[axes]
+    drawn = []
+    for _ in range(axes):
+        kernel_size = generator.randint(1, largest)
+        dilation = generator.choice((1, 1, 2)) if kernel_size == 2 else 1
+        padding = generator.randint(0, kernel_size // 2)
+        extent = generator.choice((8, 16, 32, 64, generator.randint(1, most)))
+        drawn.append((min(extent, most), kernel_size, 1, padding, 0, dilation))
+    taps = math.prod(axis[1] for axis in drawn)
+    channels = 8 * generator.choice((1, 3, 8, 13) if taps <= 4 else (1, 4, 7, 8))
+    return problem_of(kernel, layout, channels, drawn, generator)
+
+
+def problem_of(
+    kernel: BoxesSm90,
+    layout: str,
+    channels: int,
+    drawn: list[tuple[int, ...]],
+    generator: random.Random,
+) -> dict[str, Any]:
+    """drawn: by axis its extent, filter, stride, padding, output padding and dilation."""
     extent, kernel_size, stride, padding, _, dilation = map(list, zip(*drawn, strict=True))
     outputs = [output_extent(*axis) for axis in drawn]
     groups = generator.choice((1, 2, 4))
     out = 8 * groups * generator.choice((1, 2, 3, 5, 9))
     case = {
         "batch": generator.randint(1, 5),
-        "channels": 8 * generator.choice((1, 3, 4, 8, 13, 33)),
+        "channels": channels,
         "out": out,
         "groups": generator.choice((None, groups, groups)),
         "spatial": extent,
@@ -88,7 +122,7 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
         "padding": padding,
         "dilation": dilation,
         "layout": layout,
-        "weight_layout": generator.choice(("nchw", "nhwc")) if axes > 1 else "nchw",
+        "weight_layout": generator.choice(("nchw", "nhwc")) if len(drawn) > 1 else "nchw",
         "bias": generator.random() < 0.7,
         "activation": generator.choice(list(ACTIVATIONS)),
         "order": generator.choice(ORDERS),
@@ -96,8 +130,7 @@ def served_problem(kernel: BoxesSm90, generator: random.Random) -> dict[str, Any
         "offset": generator.choice((0.0, 0.0, 300.0)) if kernel.precision == "tf32" else 0.0,
         "saves": generator.random() < 0.3,
         "values": out * math.prod(max(0, output) for output in outputs),
-        "empty": not all(meets_outputs(*axis) for axis in drawn)
-        or (along_width and outputs[-1] < row.segments),
+        "empty": not all(meets_outputs(*axis) for axis in drawn),
     }
     if case["values"] // groups < FEWEST_NORMALISED_VALUES:
         case["groups"] = None
@@ -130,7 +163,8 @@ def test_random_problems_of_odd_channels(kernel, force):
         case = served_problem(kernel, generator)
         out = generator.choice((1, 3, 5, 17, 31, 64, 90))
         case["values"] = case["values"] // case["out"] * out
-        case |= {"channels": generator.choice((1, 3, 17, 64, 97)), "out": out}
+        most = 64 if kernel.row.filter_first else 97
+        case |= {"channels": min(most, generator.choice((1, 3, 17, 64, 97))), "out": out}
         case["groups"] = generator.choice((None, None, 1, out))
         if case.pop("empty") or case["values"] // (case["groups"] or 1) < FEWEST_NORMALISED_VALUES:
             continue
@@ -149,6 +183,13 @@ def layer(precision: str, layout: str, **changes: Any) -> tuple[torch.Tensor, ..
     x = torch.rand(sizes["batch"], channels, *sizes["spatial"], device="cuda").to(dtype)
     weight = torch.randn(channels, out, kernel, kernel, device="cuda") / (channels * kernel) ** 0.5
     return LAYOUTS[layout](x), weight.to(dtype), torch.randn(out, device="cuda").to(dtype)
+
+
+def layer_stride(row: Any) -> int:
+    """Of a layer that the row serves."""
+    if row.filter_first:
+        return 1
+    return row.segments if row.segments > 1 else 2
 
 
 def limit_of(plain, tensors, exact, precision: str) -> float:
@@ -224,7 +265,7 @@ def test_groups_of_equal_values_and_saved_statistics(kernel, way, force, moments
     """Without an input's say a group is its bias: nothing is left of it, whatever that is. What is
     saved for the backward pass is of what is stored."""
     row, precision = kernel.row, kernel.precision
-    stride = row.segments if row.segments > 1 else 2
+    stride = layer_stride(row)
     if stride == 8:
         pytest.skip("more phases than a layer here has")
     force(kernel.name)
@@ -303,6 +344,8 @@ def test_a_norm_over_channels_in_the_epilogue(kernel, pixels, stride, layout, of
     of which the last block has fewer with stride 3."""
     row, precision = kernel.row, kernel.precision
     out = row.columns // pixels
+    if row.filter_first:
+        pytest.skip("warps of the row have channels of their own")
     if out % 8 or (row.segments > 1 and row.segments != pixels) or row.segments == 8:
         pytest.skip("no block of the row has pixels of such channels")
     if row.segments > 1:
@@ -367,7 +410,7 @@ def test_an_affine_map_in_the_epilogue(given, layout, precision, force):
 def test_an_epilogue_stores_what_is_saved_beside_the_result(kernel, norm, layout, force):
     """The convolution's output has the bits that it has alone; the result is computed from it."""
     row, precision = kernel.row, kernel.precision
-    stride = row.segments if row.segments > 1 else 2
+    stride = layer_stride(row)
     if layout != ("nchw" if row.planes else "nhwc") or stride == 8:
         pytest.skip("the row stores another layout, or has more phases than a layer here")
     out = row.columns // row.segments

@@ -34,6 +34,13 @@ pytestmark = pytest.mark.gpu
 KERNELS = [k for k in registry().kernels() if k.name.startswith("sm90_boxes_gradients_")]
 #: Each with the rows of the weight's gradient, by their numbers.
 WEIGHT_ROWS = [(kernel, row) for kernel in KERNELS for row in getattr(kernel, "weight_rows", ())]
+#: Each with those of its rows of the input's gradient whose filter is the first operand.
+FILTER_FIRST_ROWS = [
+    (kernel, row)
+    for kernel in KERNELS
+    for row in getattr(kernel, "input_rows", ())
+    if _C.sm90.boxes.rows()[row].filter_first
+]
 #: Of each kernel and layout.
 RANDOM_PROBLEMS = 80
 ODD_RANDOM_PROBLEMS = 40
@@ -156,8 +163,46 @@ def test_random_problems_of_odd_channels(kernel, layout, gradients_of):
         hold_against_fp64(kernel, random_problem(generator, list(ODD_CHANNELS)), layout)
 
 
+def input_named(value: Any) -> str:
+    return _C.sm90.boxes.rows()[value].name if isinstance(value, int) else ""
+
+
 def named(value: Any) -> str:
     return _C.sm90.boxes.weight.rows()[value].name if isinstance(value, int) else ""
+
+
+@pytest.mark.parametrize(("kernel", "row"), FILTER_FIRST_ROWS, ids=input_named)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_rows_of_the_inputs_gradient_whose_filter_comes_first(
+    kernel, row, layout, gradients_of, monkeypatch
+):
+    gradients_of(kernel)
+    monkeypatch.setattr(kernel, "input_rows", [row])
+    generator = random.Random(input_named(row) + layout)
+    torch.manual_seed(0)
+    clear_cache()
+    try:
+        for _ in range(ROW_PROBLEMS):
+            axes = generator.choice((1, 2, 2, 2, 3))
+            most, largest = {1: (300, 4), 2: (90, 3), 3: (20, 2)}[axes]
+            filter = [generator.randint(1, largest) for _ in range(axes)]
+            case = {
+                "batch": generator.randint(1, 5),
+                "channels": generator.choice((3, 8, 31, 64, 90)),
+                "out": generator.choice((8, 17, 64)),
+                "spatial": [generator.choice((8, 32, generator.randint(3, most))) for _ in filter],
+                "kernel": filter,
+                "padding": [generator.randint(0, size // 2) for size in filter],
+                "draw": generator.choice((torch.randn, torch.rand)),
+                "grad": generator.choice(("dense", "channels last", "sliced", "expanded")),
+                "weight_layout": generator.choice(("nchw", "nhwc")) if axes > 1 else "nchw",
+            }
+            keywords = {name: case[name] for name in GEOMETRY if name in case}
+            tensors = operands(case, DTYPES[kernel.precision], layout)
+            assert chosen_gradients(tensors, keywords)["input"] == kernel.name
+            hold_against_fp64(kernel, case, layout)
+    finally:
+        clear_cache()
 
 
 @pytest.mark.parametrize(("kernel", "row"), WEIGHT_ROWS, ids=named)

@@ -100,6 +100,11 @@ void bind_sm90_boxes(py::module_& room) {
           "halo", [](Row const& row) { return row.shape.halo; },
           "Whether a box has what all taps of a chunk and a plane read.")
       .def_property_readonly(
+          "positions", [](Row const& row) { return row.shape.positions; }, "Of a box, at most.")
+      .def_property_readonly(
+          "filter_first", [](Row const& row) { return row.shape.filter_first(); },
+          "Whether the filter is the products' first operand and positions the second.")
+      .def_property_readonly(
           "alike", [](Row const& row) { return row.shape.alike; },
           "Neighbouring segments whose phases have the same taps, multiplied at once.")
       .def_property_readonly(
@@ -163,6 +168,9 @@ void bind_sm90_boxes(py::module_& room) {
            "Whether a weight is read as it lies, of an address that is a multiple of 16 bytes.")
       .def("launch_tiles", &Config::tiles, py::arg("batch"),
            "Pairs of boxes, which a block multiplies at a time.")
+      .def_property_readonly("multiplied", &Config::multiplied,
+                             "Positions of a sample that products are of, of a row whose filter is "
+                             "the first operand.")
       .def_property_readonly("holds_pixels", &Config::holds_pixels,
                              "Whether a block has all channels of its pixels.")
       .def_property_readonly("suits_moments", &Config::suits_moments,

@@ -23,25 +23,6 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-// Rows of a chunk's channels, swizzled as tensor copies swizzle them, 8 rows after another.
-// The pattern is that of addresses, so that rows may begin anywhere.
-__device__ __forceinline__ uint64_t rows_operand(uint32_t address,
-                                                 int eights_bytes = 8 * kChunkBytes) {
-  return operand(address, gmma::LayoutType::B128, 0, eights_bytes);
-}
-
-// Lines of so many bytes, a slab's or a filter's, each for all channels of a chunk in turn.
-template <class Traits>
-__device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_bytes) {
-  int const line = Traits::kChunk * line_bytes, eight = 8 * line_bytes;
-  switch (line_bytes) {
-    case 128: return operand(address, gmma::LayoutType::B128, line, eight);
-    case 64: return operand(address, gmma::LayoutType::B64, line, eight);
-    case 32: return operand(address, gmma::LayoutType::B32, line, eight);
-    default: return operand(address, gmma::LayoutType::INTERLEAVE, eight, line);
-  }
-}
-
 // Boxes with halos, as a consumer goes through them.
 template <class Traits>
 class HaloBoxes {

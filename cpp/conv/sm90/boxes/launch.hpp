@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "conv/failure.hpp"
+#include "conv/sm90/boxes/filter_first.hpp"
 #include "conv/sm90/boxes/kernel.hpp"
 #include "conv/sm90/boxes/maps.hpp"
 #include "conv/sm90/boxes/params.hpp"
@@ -20,8 +21,17 @@
 namespace fusedconv::conv::sm90::boxes {
 
 template <class Traits, Extra kExtra>
+constexpr auto kernel_of() {
+  if constexpr (Traits::kFilterFirst) {
+    return &convolve_filter_first<Traits, kExtra>;
+  } else {
+    return &convolve<Traits, kExtra>;
+  }
+}
+
+template <class Traits, Extra kExtra>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &convolve<Traits, kExtra>;
+  constexpr auto kernel = kernel_of<Traits, kExtra>();
   Config const& config = a.config;
   bool const has_output = a.output != nullptr, takes_moments = kExtra == Extra::kTakesMoments;
   FUSEDCONV_CHECK(has_output || takes_moments, config.row->name,
@@ -56,12 +66,18 @@ void launch(Arguments const& a, cudaStream_t stream) {
                   "what gathers");
   FUSEDCONV_CHECK(takes_moments || a.activates_output, a.config.row->name,
                   ": activates_output: got false, expected true where no moments are taken");
-  if constexpr (kScattersLines != kGathersLines && kShape.segments == 1 && !kShape.halo) {
+  if constexpr (kScattersLines != kGathersLines && kShape.segments == 1 &&
+                (!kShape.halo || kShape.filter_first())) {
     if (a.config.schedule.direction == Direction::kGathers) {
       return launch_kernel<Traits<kMath, kShape, kGathersLines>, Extra::kNone>(a, stream);
     }
   }
-  if (a.norm != nullptr) return launch_kernel<Own, Extra::kNormalizesPixels>(a, stream);
+  if constexpr (kShape.filter_first()) {
+    FUSEDCONV_CHECK(a.norm == nullptr, a.config.row->name,
+                    ": norm: got one, expected none where warps have channels of their own");
+  } else if (a.norm != nullptr) {
+    return launch_kernel<Own, Extra::kNormalizesPixels>(a, stream);
+  }
   if (a.partials != nullptr) return launch_kernel<Own, Extra::kTakesMoments>(a, stream);
   launch_kernel<Own, Extra::kNone>(a, stream);
 }
@@ -74,10 +90,11 @@ void append_row(std::vector<Row>& rows) {
   rows.push_back(
       {.name = detail::join("sm90_boxes_", traits_of(kMath).name, "_", columns,
                             kShape.planes ? "_planes" : "", kShape.alike == 1 ? "" : "_alike",
-                            kShape.stationary  ? "_stationary"
-                            : kShape.ping_pong ? "_ping_pong"
-                            : kShape.halo      ? "_halo"
-                                               : "",
+                            kShape.filter_first() ? "_filter_first"
+                            : kShape.stationary   ? "_stationary"
+                            : kShape.ping_pong    ? "_ping_pong"
+                            : kShape.halo         ? "_halo"
+                                                  : "",
                             kShape.residents == 1 ? "" : "_pair"),
        .math = kMath,
        .shape = kShape,

@@ -20,8 +20,28 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, gmma::LayoutType l
   return result.desc_;
 }
 
-template <class Mma, int... kIndex>
-__device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sums)[sizeof...(kIndex)],
+// Rows of a chunk's channels, swizzled as tensor copies swizzle them, 8 rows after another.
+// The pattern is that of addresses, so that rows may begin anywhere.
+__device__ __forceinline__ uint64_t rows_operand(uint32_t address,
+                                                 int eights_bytes = 8 * kChunkBytes) {
+  return operand(address, gmma::LayoutType::B128, 0, eights_bytes);
+}
+
+// Lines of so many bytes, a slab's or a filter's, each for all channels of a chunk in turn.
+template <class Traits>
+__device__ __forceinline__ uint64_t lines_operand(uint32_t address, int line_bytes) {
+  int const line = Traits::kChunk * line_bytes, eight = 8 * line_bytes;
+  switch (line_bytes) {
+    case 128: return operand(address, gmma::LayoutType::B128, line, eight);
+    case 64: return operand(address, gmma::LayoutType::B64, line, eight);
+    case 32: return operand(address, gmma::LayoutType::B32, line, eight);
+    default: return operand(address, gmma::LayoutType::INTERLEAVE, eight, line);
+  }
+}
+
+// Of `sums` the first kIndex.
+template <class Mma, int kSums, int... kIndex>
+__device__ __forceinline__ void multiply(uint64_t a, uint64_t b, float (&sums)[kSums],
                                          std::integer_sequence<int, kIndex...>) {
   Mma::fma(a, b, sums[kIndex]...);
 }

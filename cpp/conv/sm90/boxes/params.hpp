@@ -180,13 +180,11 @@ inline Params Params::of(Arguments const& a, Slabs const& slabs) {
   p.tile_count = int(ceil_div(slabs.all(), config.row->shape.slabs()));
   p.blocks = s.blocks;
   p.sets = int(s.sets.size());
-  if (s.direction == Direction::kScatters) {
-    for (int axis = 0; axis < kMaxAxes; ++axis) {
-      for (std::size_t i = 0; i < s.phases.size(); ++i) {
-        int const outputs = s.axes[axis].phase(s.phases[i][axis]).outputs;
-        p.outputs[i][axis] = outputs;
-        p.least_outputs[axis] = i == 0 ? outputs : std::min(p.least_outputs[axis], outputs);
-      }
+  for (int axis = 0; axis < kMaxAxes; ++axis) {
+    for (std::size_t i = 0; i < s.phases.size(); ++i) {
+      int const outputs = s.axes[axis].phase(s.phases[i][axis]).outputs;
+      p.outputs[i][axis] = outputs;
+      p.least_outputs[axis] = i == 0 ? outputs : std::min(p.least_outputs[axis], outputs);
     }
   }
   p.chunks = s.chunks;

@@ -1,5 +1,6 @@
 #include "conv/sm90/boxes/rows.hpp"
 
+#include <algorithm>
 #include <bit>
 
 #include "conv/collected.hpp"
@@ -9,7 +10,8 @@
 namespace fusedconv::conv::sm90::boxes {
 
 std::vector<Row> const& rows() {
-  static std::vector<Row> const all = collected<Row>({&append_tf32, &append_f16, &append_bf16});
+  static std::vector<Row> const all =
+      collected<Row>({&append_tf32, &append_f16, &append_bf16, &append_filter_first});
   return all;
 }
 
@@ -40,7 +42,16 @@ int64_t Config::tiles(int64_t batch) const {
   return ceil_div(schedule.slabs(batch).all(), row->shape.slabs());
 }
 
+int64_t Config::multiplied() const {
+  Slabs const slabs = schedule.slabs(1);
+  int const whole = slabs.count[1] - 1, left = schedule.axes[1].positions - whole * slabs.box[1];
+  int const last = *std::ranges::lower_bound(kProductLines, left);
+  int64_t const lines = int64_t(whole) * slabs.box[1] + last;
+  return int64_t(slabs.count[0]) * lines * slabs.count[2] * slabs.box[2];
+}
+
 bool Config::suits_moments() const {
+  if (row->shape.filter_first()) return true;  // its slabs are of one sample each
   int64_t positions = 1;
   for (Axis const& axis : schedule.axes) positions *= axis.positions;
   return 3 * kSlab * schedule.slabs(1).all() <= 4 * positions;
@@ -51,6 +62,7 @@ int64_t Config::partial_slots() const {
 }
 
 bool Config::holds_pixels() const {
+  if (row->shape.filter_first()) return false;  // its warps have channels of their own
   int const columns = row->shape.columns, channels = problem.output_channels;
   return schedule.segment == channels && columns % channels == 0 &&
          columns / channels <= kMostPixels && std::has_single_bit(unsigned(columns / channels));

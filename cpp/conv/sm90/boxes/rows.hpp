@@ -72,6 +72,7 @@ std::vector<Row> const& rows();
 void append_tf32(std::vector<Row>& rows);
 void append_f16(std::vector<Row>& rows);
 void append_bf16(std::vector<Row>& rows);
+void append_filter_first(std::vector<Row>& rows);
 
 // How a row serves a problem of any batch size on a device.
 struct Config {
@@ -96,6 +97,9 @@ struct Config {
   bool reads_weight(FilterSource const& weight) const;
   // Of one slab or two, which a block multiplies at a time.
   int64_t tiles(int64_t batch) const;
+  // Positions of a sample that products are of, with those beside the image, where the filter is
+  // their first operand.
+  int64_t multiplied() const;
   // Whether a block has all channels of its pixels, so that it can normalise them.
   bool holds_pixels() const;
   // Whether slabs of one sample, as moments ask for, are nearly as few as those of any.

@@ -145,11 +145,14 @@ int64_t work_of(Schedule const& s) {
 Slabs halo_slabs(Schedule const& s, int64_t batch, int most) {
   Slabs best;
   int64_t fewest = std::numeric_limits<int64_t>::max();
-  int const lines = kSlab / kHaloLine;
+  int const lines = s.positions / kHaloLine;
+  std::array const upright{1, lines, kHaloLine, 1};
+  // Of larger ones the others' copies, and boxes of several samples, would be larger than most.
+  bool const all = s.positions == kSlab;
   for (std::array<int, kMaxAxes + 1> const& box :
-       {std::array{1, 1, kSlab, 1}, std::array{1, lines, kHaloLine, 1},
-        std::array{lines, 1, kHaloLine, 1}, std::array{1, 1, kHaloLine, lines}}) {
-    if (box[kMaxAxes] > batch) continue;
+       {std::array{1, 1, s.positions, 1}, upright, std::array{lines, 1, kHaloLine, 1},
+        std::array{1, 1, kHaloLine, lines}}) {
+    if (box[kMaxAxes] > batch || (!all && box != upright)) continue;
     Slabs slabs;
     slabs.box = box;
     slabs.reach = s.reach;
@@ -167,8 +170,9 @@ Slabs halo_slabs(Schedule const& s, int64_t batch, int most) {
 
 // Those of twice a slab at most, where there are any: a few slabs less are not worth larger ones.
 Slabs halo_slabs(Schedule const& s, int64_t batch) {
-  Slabs const small = halo_slabs(s, batch, 2 * kSlab);
-  return small.positions() == kSlab ? small : halo_slabs(s, batch, std::numeric_limits<int>::max());
+  Slabs const small = halo_slabs(s, batch, 2 * s.positions);
+  return small.positions() == s.positions ? small
+                                          : halo_slabs(s, batch, std::numeric_limits<int>::max());
 }
 
 // How far boxes with halos reach along height and width, for all taps of a plane, and what room
@@ -294,6 +298,7 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   Schedule s;
   bool const gathers = direction == Direction::kGathers;
   s.direction = direction;
+  s.positions = shape.positions;
   int const element = traits_of(math).element_bytes();
   bool const last = p.layout == Layout::kChannelsLast;
   s.layout = p.layout;
@@ -303,7 +308,15 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   }
   if (!last && shape.segments == 1) return refused("it writes channels last");
   if (last && shape.alike > 1) return refused("it writes channels first");
-  if (gathers && shape.halo) return refused("it scatters");
+  if (shape.filter_first()) {
+    if (!last) return refused("its output is channels last");
+    for (AxisProblem const& axis : p.axes) {
+      if (axis.stride == 1) continue;
+      return refused(detail::join("its stride is ", axis.stride, ", 1 is served"));
+    }
+  } else if (gathers && shape.halo) {
+    return refused("it scatters");
+  }
   if (!last && shape.segments != p.axes[2].stride) {
     return refused(detail::join("its stride along width is ", p.axes[2].stride, ", ",
                                 shape.segments, " is served channels first"));
@@ -358,6 +371,8 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   int const channels = int(round_up(p.output_channels, kGranule));
   if (shape.segments > 1) {
     divide_columns(s, shape, channels, shape.segment_columns());
+  } else if (shape.filter_first()) {
+    divide_columns(s, shape, channels, shape.columns);
   } else {
     // Several phases of some channels may leave fewer columns unused than one phase of more.
     int64_t least = std::numeric_limits<int64_t>::max();

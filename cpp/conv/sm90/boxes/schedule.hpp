@@ -5,12 +5,13 @@
 // - padding], so that each tap reads pixels of one phase of the input, a source.
 //
 // In the instruction's terms M counts positions, N columns (output channels of sub-pixel phases)
-// and K input channels. For each tap of the filter and chunk of channels one box of the input,
-// shifted by the tap, is copied to shared memory as the instruction wants it, with zeros for what
-// lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box of
-// its own; the two of a block share the filter, or where a tile is one box take turns, so that one
-// multiplies while others finish their tiles. Where the filter of a block of columns is small it
-// stays in shared memory, and boxes are all that is copied for a tile. Columns of a block are
+// and K input channels; or, where columns are few, M columns and N positions, whose products then
+// read less of shared memory. For each tap of the filter and chunk of channels one box of the
+// input, shifted by the tap, is copied to shared memory as the instruction wants it, with zeros for
+// what lies outside; a block of the filter follows. A consumer warpgroup has kSlab positions, a box
+// of its own; the two of a block share the filter, or where a tile is one box take turns, so that
+// one multiplies while others finish their tiles. Where the filter of a block of columns is small
+// it stays in shared memory, and boxes are all that is copied for a tile. Columns of a block are
 // `segments` of output channels, of one phase each. A row with one segment is free to divide its
 // columns: they are output channels of one phase, or some or all of several phases that read the
 // same positions. One with several has as many neighbouring phases, each multiplied by the taps
@@ -78,6 +79,9 @@ struct Shape {
   // A box has what all taps of a chunk and a plane read, and each multiplies positions shifted in
   // it; else a box is copied for each tap.
   bool halo = false;
+  // Positions of a slab. Where they are more than kSlab the filter is the instruction's first
+  // operand and they the second, of which it takes so many at once.
+  int positions = kSlab;
   int staged = 0;  // portions of columns that a consumer stages at most, or 0: as the rest says
 
   constexpr int segment_columns() const { return columns / segments; }
@@ -88,6 +92,7 @@ struct Shape {
   constexpr int plane_positions(int element_bytes) const {
     return segments < 8 ? kChunkBytes / element_bytes / segments : kMostBoxExtent / segments;
   }
+  constexpr bool filter_first() const { return positions > kSlab; }
   // Of a tile.
   constexpr int slabs() const { return ping_pong ? 1 : consumers; }
   // Of the ring: a chunk of channels for a tile's slabs, unless these have a ring of their own, and
@@ -105,9 +110,13 @@ struct Shape {
 };
 
 // A box with a halo: of kHaloLine positions along width and as many lines along another axis, or of
-// a line of kSlab, so that the instruction's rows, eight by eight, lie evenly apart in it.
+// a line of kSlab, so that the instruction's positions, eight by eight, lie evenly apart in it.
 inline constexpr int kHaloLine = 8;
 inline constexpr int kHaloStages = 2;
+
+// Lines of a box that products are of, where the filter is their first operand: of those that hold
+// the image's the fewest.
+inline constexpr std::array kProductLines{4, 8, 16, 24, 32};
 
 // Phases that blocks of columns go over together.
 struct PhaseSet {
@@ -168,12 +177,14 @@ struct Schedule {
   int stages = 0;
   int shared_bytes = 0;
   int kept_bytes = 0;                 // of the filter, in shared memory
+  int positions = kSlab;              // of a slab, at most
   std::array<int, kMaxAxes> reach{};  // of Slabs, along height and width, where boxes have halos
   int halo_bytes = 0;                 // of such a box's stage
   int64_t filter_bytes = 0;
   int64_t filter_pieces = 0;  // of kPieceBytes, with those that belong to no phase
 
-  // The fewest of `most` positions at most. A slab may hold positions of several samples.
+  // The fewest of `most` positions at most. A slab may hold positions of several samples. Those of
+  // boxes with halos are of what a slab has room for.
   Slabs slabs(int64_t batch, int most = kSlab) const;
   // The same of one sample each, cut alike whatever the batch.
   Slabs sample_slabs(int64_t batch) const;

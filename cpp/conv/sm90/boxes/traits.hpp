@@ -23,25 +23,25 @@ inline constexpr int kCopyRegisters = 40;
 static_assert((kConsumers * kConsumerRegisters + kCopyRegisters) * kWarpgroupThreads <= 65536,
               "registers of a multiprocessor");
 
-// Positions are the first operand, columns the second: by channels in memory or, of 16 bits, by
-// positions and by columns.
-template <Math kMath, int kColumns, gmma::Major kPositions, gmma::Major kFilter>
+// Positions are the first operand and columns the second, or the other way: by channels in memory
+// or, of 16 bits, by positions and by columns.
+template <Math kMath, int kSecond, gmma::Major kFirstMajor, gmma::Major kSecondMajor>
 struct Instruction;
-#define FUSEDCONV_INSTRUCTION(columns)                                           \
-  template <>                                                                    \
-  struct Instruction<Math::kTf32, columns, gmma::Major::K, gmma::Major::K> {     \
-    using Element = float;                                                       \
-    using Mma = gmma::MMA_64x##columns##x8_F32TF32TF32_SS_TN<>;                  \
-  };                                                                             \
-  template <gmma::Major kPositions, gmma::Major kFilter>                         \
-  struct Instruction<Math::kF16, columns, kPositions, kFilter> {                 \
-    using Element = __half;                                                      \
-    using Mma = gmma::MMA_64x##columns##x16_F32F16F16_SS<kPositions, kFilter>;   \
-  };                                                                             \
-  template <gmma::Major kPositions, gmma::Major kFilter>                         \
-  struct Instruction<Math::kBF16, columns, kPositions, kFilter> {                \
-    using Element = __nv_bfloat16;                                               \
-    using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<kPositions, kFilter>; \
+#define FUSEDCONV_INSTRUCTION(second)                                                 \
+  template <>                                                                         \
+  struct Instruction<Math::kTf32, second, gmma::Major::K, gmma::Major::K> {           \
+    using Element = float;                                                            \
+    using Mma = gmma::MMA_64x##second##x8_F32TF32TF32_SS_TN<>;                        \
+  };                                                                                  \
+  template <gmma::Major kFirstMajor, gmma::Major kSecondMajor>                        \
+  struct Instruction<Math::kF16, second, kFirstMajor, kSecondMajor> {                 \
+    using Element = __half;                                                           \
+    using Mma = gmma::MMA_64x##second##x16_F32F16F16_SS<kFirstMajor, kSecondMajor>;   \
+  };                                                                                  \
+  template <gmma::Major kFirstMajor, gmma::Major kSecondMajor>                        \
+  struct Instruction<Math::kBF16, second, kFirstMajor, kSecondMajor> {                \
+    using Element = __nv_bfloat16;                                                    \
+    using Mma = gmma::MMA_64x##second##x16_F32BF16BF16_SS<kFirstMajor, kSecondMajor>; \
   };
 FUSEDCONV_INSTRUCTION(256)
 FUSEDCONV_INSTRUCTION(192)
@@ -65,6 +65,7 @@ struct Traits {
 
   static constexpr int kOwnConsumers = kShape.consumers;
   static constexpr bool kStationary = kShape.stationary, kHalo = kShape.halo;
+  static constexpr bool kFilterFirst = kShape.filter_first();
   // Values of columns lie beside what a consumer stages.
   static constexpr bool kOwnValues = kShape.ping_pong && !kStationary;
 
@@ -104,7 +105,11 @@ struct Traits {
   static_assert(kColumns % kPlaneColumns == 0 && kPlaneColumns % kPortion == 0, "whole portions");
   static_assert(kPlanePortions <= kShape.staged_portions() || kSegments == 1);
   static_assert(!kShape.ping_pong || (kResidents == 1 && kSegments == 1), "turns of whole blocks");
-  static_assert(!kHalo || (!kPlanes && !kStationary && !kShape.ping_pong), "two slabs of channels");
+  static_assert(!kHalo || kFilterFirst || (!kPlanes && !kStationary && !kShape.ping_pong),
+                "two slabs of channels");
+  static_assert(!kFilterFirst || (kHalo && kStationary && !kPlanes && kSegments == 1 &&
+                                  kElementBytes == 2 && kColumns == kSlab),
+                "positions of a box by all columns of a block");
   static_assert(!kStationary || (kShape.ping_pong && kInstructions == 1), "one step after another");
   static_assert(kElementBytes == traits_of(kMath).element_bytes());
 };

@@ -52,7 +52,9 @@ class CostConstants:
     #: time, over a group of warps' own, by bytes of an element.
     kept_step: float
     kept_epilogue: Mapping[int, float]
-    #: Where bytes bound that, over what they take elsewhere.
+    #: Where the filter is the first operand: a step's products, over their cycles at full rate.
+    filter_first: float
+    #: Where bytes bound those whose filter stays, over what they take elsewhere.
     kept_moved: Mapping[int, float]
     #: A launch beside these, and what of it waits for a pass in front that packs the filter or
     #: rewrites the input.
@@ -93,6 +95,7 @@ COSTS = CostConstants(
     no_halo=1.1,
     kept_step=40.0,
     kept_epilogue={2: 0.42, 4: 0.64},
+    filter_first=1.1,
     kept_moved={2: 0.9, 4: 1.0},
     launch=9000.0,
     behind_pass=5700.0,
@@ -170,10 +173,15 @@ def stationary_cycles(work: Work, tiles: int, device: Device, costs: CostConstan
     warps do."""
     row, config = work.row, work.config
     steps = max(taps for *_, taps in config.sets) * config.chunks
-    products = row.columns * COLUMN_CYCLES / 2 * costs.products[1] + costs.kept_step
-    copied = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes * costs.copied
     epilogue = costs.kept_epilogue[work.size] * work.epilogue(costs)
-    tile = max(steps * max(products, copied), epilogue)
+    if row.filter_first:
+        slabs = config.multiplied / config.partial_slots / _C.sm90.boxes.box_positions
+        products = slabs * row.columns * COLUMN_CYCLES / 2 * costs.filter_first
+        tile = max(steps * products, slabs * epilogue)
+    else:
+        products = row.columns * COLUMN_CYCLES / 2 * costs.products[1] + costs.kept_step
+        copied = _C.sm90.boxes.box_positions * _C.sm90.boxes.chunk_bytes * costs.copied
+        tile = max(steps * max(products, copied), epilogue)
     filter = config.kept_bytes * costs.copied
     rounds = math.ceil(tiles / max(1, device.multiprocessors // config.blocks))
     return float(rounds * tile + filter + costs.launch)

@@ -90,7 +90,8 @@ class BoxesGradients(BackwardKernel):
         self.name = f"sm90_boxes_gradients_{traits.name}"
         self.precision: str = traits.precision
         room = _C.sm90.boxes
-        self._input_rows = [
+        #: Of ``_C.sm90.boxes.rows()``.
+        self.input_rows = [
             index
             for index, row in enumerate(room.rows())
             if row.math == math and row.segments == 1 and not row.planes
@@ -160,7 +161,7 @@ class BoxesGradients(BackwardKernel):
         served = forward.conv, forward.spatial, aligned, forward.dtype, device
         rows = _C.sm90.boxes.rows()
         return _quickest(
-            [(input_config(index, *served), rows[index]) for index in self._input_rows],
+            [(input_config(index, *served), rows[index]) for index in self.input_rows],
             lambda config, row: input_cycles(config, row, forward, device, COSTS),
         )
 

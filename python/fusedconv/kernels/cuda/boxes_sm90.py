@@ -3,10 +3,11 @@
 For each tap of the filter and chunk of channels, a tensor copy brings a box of the input, shifted
 by the tap, to shared memory as the warpgroup instructions want it, with zeros for what lies
 outside; two consumer warpgroups multiply boxes of their own by the same block of the filter, or
-take boxes in turns, so that one multiplies while the other finishes. What they finish leaves by
-tensor copies as well, to the pixels of one sub-pixel phase each or, channels first, with the phases
-along width side by side. A row is a way in which products are formed, how many columns (output
-channels of phases) a block has, and how many neighbouring phases share them.
+take boxes in turns, so that one multiplies while the other finishes. Where the filter of few output
+channels stays in shared memory, boxes that all taps share are the products' second operand. What
+they finish leaves by tensor copies as well, to the pixels of one sub-pixel phase each or, channels
+first, with the phases along width side by side. A row is a way in which products are formed, how
+many columns (output channels of phases) a block has, and how many neighbouring phases share them.
 
 GroupNorm's moments are taken in the epilogue, in 16 bits by part of the rows, and outputs are
 stored channels first where a block has several phases. In 16 bits a weight that is channels last is
@@ -63,9 +64,10 @@ class BoxesSm90(CopiedRow):
 
     def takes_moments(self, problem: ForwardProblem, config: Any) -> bool:
         # Of 16 bits a pass over the output takes no longer, unless other blocks multiply meanwhile
-        # and phases are added before the lanes of a warp are.
-        is_quick = problem.dtype.itemsize == 4 or (self.row.segments > 1 and self.row.residents > 1)
-        return is_quick and self.can_take_moments(problem, config)
+        # and phases are added before the lanes of a warp are, or lanes have channels of their own.
+        row = self.row
+        is_quick = problem.dtype.itemsize == 4 or (row.segments > 1 and row.residents > 1)
+        return (is_quick or row.filter_first) and self.can_take_moments(problem, config)
 
     def reads_weight(self, problem: ForwardProblem, config: Any) -> bool:
         conv = problem.conv

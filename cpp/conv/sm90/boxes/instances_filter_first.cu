@@ -1,0 +1,17 @@
+#include "conv/sm90/boxes/launch.hpp"
+
+namespace fusedconv::conv::sm90::boxes {
+
+// Of 16 bits, as lines of a weight's output channels are read.
+void append_filter_first(std::vector<Row>& rows) {
+  constexpr Shape kShape{.columns = 64,
+                         .ping_pong = true,
+                         .stationary = true,
+                         .halo = true,
+                         .positions = 256,
+                         .staged = 4};
+  append_row<Math::kF16, kShape>(rows);
+  append_row<Math::kBF16, kShape>(rows);
+}
+
+}  // namespace fusedconv::conv::sm90::boxes

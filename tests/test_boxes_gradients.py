@@ -429,23 +429,26 @@ def test_steps_that_touch_the_weight_itself_refuse_one_that_lies_otherwise():
     "row", _C.sm90.boxes.weight.rows() if HAS_ROWS else [], ids=lambda row: row.name
 )
 def test_splits_fill_the_device_and_leave_no_slab_out(row):
-    positions = 32 if row.math.name == "tf32" else 64
+    stride = 1 if row.halo else 2
     for batch, spatial, kernel, channels in [
         (1, (5, 7), (3, 3), 64),
         (64, (64, 64), (2, 2), 256),
         (16, (64, 64), (4, 4), 256),
         (2, (3, 3), (5, 5), 1024),
+        (3, (60, 64), (3, 3), 192),
     ]:
+        if row.halo and kernel != (3, 3):
+            continue
         config = _C.sm90.boxes.weight.Config(
             row,
             problem=_C.TransposedProblem(
                 channels=channels,
                 output_channels=channels,
                 groups=1,
-                input=(1, *(2 * n + k - 2 for n, k in zip(spatial, kernel, strict=True))),
+                input=(1, *(stride * (n - 1) + k for n, k in zip(spatial, kernel, strict=True))),
                 output=(1, *spatial),
                 kernel=(1, *kernel),
-                stride=(1, 2, 2),
+                stride=(1, stride, stride),
                 padding=(0, 0, 0),
                 dilation=(1, 1, 1),
                 layout=_C.Layout.nhwc,
@@ -458,7 +461,7 @@ def test_splits_fill_the_device_and_leave_no_slab_out(row):
         columns = math.prod(kernel) * channels
         assert config.tasks == -(-channels // row.channels) * -(-columns // row.columns)
         assert 1 <= config.splits <= config.slabs
-        assert config.slabs * positions >= batch * math.prod(spatial)
+        assert config.slabs * row.positions >= batch * math.prod(spatial)
         assert config.shared_bytes <= H200.shared_bytes
         sums = config.tasks * config.splits * row.channels * row.columns
         assert config.partial_bytes == 4 * sums

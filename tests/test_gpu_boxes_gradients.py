@@ -205,20 +205,40 @@ def test_rows_of_the_inputs_gradient_whose_filter_comes_first(
         clear_cache()
 
 
+def use_planes_of_three_by_three(case: dict[str, Any], generator: random.Random) -> None:
+    axes = generator.choice((2, 2, 2, 3))
+    sizes = (90, 100) if axes == 2 else (5, 20, 36)
+    filter = [generator.choice((1, 2, 3)), 3, 3][-axes:]
+    dilation = [generator.choice((1, 1, 2)), *[generator.choice((1, 1, 1, 2, 3))] * 2][-axes:]
+    reach = [spread * (size - 1) for size, spread in zip(filter, dilation, strict=True)]
+    case.update(
+        spatial=[generator.choice((most, generator.randint(3, most))) for most in sizes],
+        kernel=filter,
+        stride=[1] * axes,
+        dilation=dilation,
+        padding=[generator.randint(0, far // 2) for far in reach],
+        output_padding=[0] * axes,
+        weight_layout=generator.choice(("nchw", "nhwc")),
+    )
+
+
 @pytest.mark.parametrize(("kernel", "row"), WEIGHT_ROWS, ids=named)
 def test_rows_of_the_weights_gradient(kernel, row, gradients_of, monkeypatch):
     """In every second problem the filter is as large as its stride: rows that pack nothing before
     sum the bias's gradient on the way."""
     gradients_of(kernel)
     monkeypatch.setattr(kernel, "weight_rows", [row])
-    sums_bias = not _C.sm90.boxes.weight.rows()[row].packs
+    compiled = _C.sm90.boxes.weight.rows()[row]
+    sums_bias = not compiled.packs
     generator = random.Random(named(row))
     torch.manual_seed(0)
     clear_cache()
     try:
         for number in range(ROW_PROBLEMS):
             case = random_problem(generator, list(ODD_CHANNELS))
-            if number % 2:
+            if compiled.halo:
+                use_planes_of_three_by_three(case, generator)
+            elif number % 2:
                 filter = [generator.choice((1, 2, 2, 2)) for _ in case["spatial"]]
                 filter[-1] = generator.choice((1, 2, 3, 4))
                 none = [0] * len(filter)

@@ -28,6 +28,11 @@ void bind_weight(py::module_& room) {
           "packs", [](Row const& row) { return row.block.packs(); },
           "Whether the input is packed before, as TF32 needs it.")
       .def_property_readonly(
+          "positions", [](Row const& row) { return row.block.positions(); }, "Of a slab.")
+      .def_property_readonly(
+          "halo", [](Row const& row) { return row.block.halo; },
+          "Whether a box of the gradient has what all taps of a plane read.")
+      .def_property_readonly(
           "transposes", [](Row const& row) { return row.block.transposes; },
           "Whether blocks transpose it instead.");
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
@@ -43,9 +48,8 @@ void bind_weight(py::module_& room) {
           "slabs", [](Config const& config) { return config.schedule.slabs.all(); },
           "Boxes of positions.")
       .def_property_readonly("stages", scheduled<Config>(&Schedule::stages))
-      .def_property_readonly(
-          "stage_bytes",
-          [](Config const& config) { return Memory::stage_bytes(config.row->block); })
+      .def_property_readonly("stage_bytes",
+                             [](Config const& config) { return config.schedule.stage_bytes; })
       .def_property_readonly("shared_bytes", scheduled<Config>(&Schedule::shared_bytes))
       .def_property_readonly("packed_bytes", scheduled<Config>(&Schedule::packed_bytes),
                              "Of the input, 0 where it is read as it lies.")

@@ -319,17 +319,17 @@ void launch_rows(GroupNormProblem const& p, T const* input, U* output, Affine co
     RowMap const map = RowMap::of(p.input_row_channels(), vector.value);
     int const shared_bytes = map.columns * vector.value * int(sizeof(float4));
     int64_t const least_rows = int64_t(map.rows) * kLoads;
-    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluAfter, kQuickSiluAfter>(
-        p, [&](auto known) {
-          int64_t const most_rows = least_rows * kShares<T, known.value>;
-          bool const many = p.batch * map.slabs * ceil_div(p.pixels, most_rows) >= kFewestBlocks;
-          int64_t const block_rows = many ? most_rows : least_rows;
-          int64_t const row_blocks = ceil_div(p.pixels, block_rows);
-          dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
-          device::launch(normalize_rows<T, U, vector.value, known.value>, grid, kThreads,
-                         shared_bytes, stream, input, output, affine, p.input_row_channels(),
-                         p.pixels, block_rows, unsigned(row_blocks), map);
-        });
+    dispatch_usual<T, U, vector.value, kActivate, kQuickGeluBefore, kQuickGeluAfter,
+                   kQuickSiluAfter, kReluBefore>(p, [&](auto known) {
+      int64_t const most_rows = least_rows * kShares<T, known.value>;
+      bool const many = p.batch * map.slabs * ceil_div(p.pixels, most_rows) >= kFewestBlocks;
+      int64_t const block_rows = many ? most_rows : least_rows;
+      int64_t const row_blocks = ceil_div(p.pixels, block_rows);
+      dim3 const grid = device::checked_grid("normalize_rows", p.batch * row_blocks, map.slabs);
+      device::launch(normalize_rows<T, U, vector.value, known.value>, grid, kThreads, shared_bytes,
+                     stream, input, output, affine, p.input_row_channels(), p.pixels, block_rows,
+                     unsigned(row_blocks), map);
+    });
   });
   FUSEDCONV_CUDA("normalize_rows", cudaGetLastError());
 }

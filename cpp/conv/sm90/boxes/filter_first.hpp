@@ -1,7 +1,7 @@
-// The convolution whose filter is the instruction's first operand: products of up to 256 positions
+// The convolution whose filter is the instruction's first operand: products of up to 192 positions
 // by 64 columns, which as first operands read half of the shared memory that the other way does.
 //
-// The filter stays in shared memory, a box has what all taps of a chunk and a plane read, and two
+// The filter stays in shared memory, a box has what all taps of a chunk and a plane read, and three
 // consumer warpgroups take boxes in turns. A box is lines of eight positions. Where the image ends
 // within it, products are of fewer lines.
 #pragma once
@@ -72,11 +72,12 @@ class FilterFirst {
 
   __device__ __forceinline__ Block const& block() const { return block_; }
 
-  // Of a tile's first lines. pass_turn: once all products are under way.
+  // Adds those of a tile's first lines. pass_turn: once all products are under way.
   template <int kChoice = 0, class PassTurn>
-  __device__ __forceinline__ void multiply(int lines, LineSums& sums, PassTurn const& pass_turn) {
+  __device__ __forceinline__ void multiply(int lines, LineSums<Traits>& sums,
+                                           PassTurn const& pass_turn) {
     constexpr int kLines = kProductLines[kChoice];
-    if constexpr (kLines < kMostLines) {
+    if constexpr (kLines < Traits::kLines) {
       if (lines > kLines) return multiply<kChoice + 1>(lines, sums, pass_turn);
     }
     multiply_lines<kLines>(sums, pass_turn);
@@ -84,7 +85,8 @@ class FilterFirst {
 
  private:
   template <int kLines, class PassTurn>
-  __device__ __forceinline__ void multiply_lines(LineSums& sums, PassTurn const& pass_turn) {
+  __device__ __forceinline__ void multiply_lines(LineSums<Traits>& sums,
+                                                 PassTurn const& pass_turn) {
     using Own =
         Instruction<Traits::kMath, kLines * kHaloLine,
                     Traits::kFilterLines ? gmma::Major::MN : gmma::Major::K, gmma::Major::K>;
@@ -93,8 +95,6 @@ class FilterFirst {
     uint32_t const filter_units =
         (Traits::kFilterLines ? kStepChannels * p_.line_bytes : kStepBytes) >> 4;
     int const steps = block_.taps * p_.chunks;
-#pragma unroll
-    for (float& sum : sums) sum = 0.0f;
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
     uint64_t a = filter_;
@@ -160,7 +160,8 @@ __device__ __forceinline__ void consume_boxes(Params const& p, Maps const& maps,
   for (item.advance(self.index); item.present(); item.advance(Traits::kOwnConsumers)) {
     Slab const slab(p, item.tile);
     Extent const extent(p, slab);
-    LineSums sums;
+    LineSums<Traits> sums;
+    rows.begin(sums);
     device::sync_threads(turn_of(self.index), kBoth);
     products.multiply(extent.lines, sums, pass_turn);
     finish_rows<Traits, kExtra>(p, maps, products.block(), slab, extent, self, rows, sums, staged);

@@ -23,13 +23,13 @@
 
 namespace fusedconv::conv::sm90::boxes {
 
-inline constexpr int kMostLines = kProductLines.back();
 inline constexpr int kLineSums = 4;  // of a lane and a line of eight positions
 inline constexpr int kOwnRows = 2;   // of a lane: lane / 4 of its warp's 16, and that plus 8
 inline constexpr int kLinesTogether = 4;
 
 // Sum 4 l + 2 r + e is of line l, row r and position lane % 4 * 2 + e of the line.
-using LineSums = float[kMostLines * kLineSums];
+template <class Traits>
+using LineSums = float[Traits::kLines * kLineSums];
 
 // Of a slab's box what is of the image.
 struct Extent {
@@ -39,16 +39,17 @@ struct Extent {
       : lines(min(p.box[1], p.least_outputs[1] - slab.origin[1])),
         columns(min(p.box[2], p.least_outputs[2] - slab.origin[2])) {}
 
-  __device__ __forceinline__ bool whole() const {
-    return lines == kMostLines && columns == kHaloLine;
+  __device__ __forceinline__ bool whole(Params const& p) const {
+    return lines == p.box[1] && columns == p.box[2];
   }
 };
 
 // body(sum, line, row, e) for those of lines of the image, and some behind.
-template <class Body>
-__device__ __forceinline__ void for_each_line_sum(LineSums& sums, int lines, Body const& body) {
+template <int kSums, class Body>
+__device__ __forceinline__ void for_each_line_sum(float (&sums)[kSums], int lines,
+                                                  Body const& body) {
 #pragma unroll
-  for (int first = 0; first < kMostLines; first += kLinesTogether) {
+  for (int first = 0; first < kSums / kLineSums; first += kLinesTogether) {
     if (first >= lines) break;
 #pragma unroll
     for (int i = first * kLineSums; i < (first + kLinesTogether) * kLineSums; ++i) {
@@ -73,7 +74,8 @@ class OwnRows {
         if (p.scale != nullptr) scale = p.scale[channel_[r]];
         if (p.shift != nullptr) shift = p.shift[channel_[r]];
       }
-      bias_[r] = bias;
+      rescales_ = p.scale != nullptr || (p.saves && p.shift != nullptr);
+      first_[r] = p.saves ? bias : rescales_ ? 0.0f : bias + shift;
       scale_[r] = scale;
       shift_[r] = p.saves ? shift : fmaf(bias, scale, shift);
     }
@@ -81,17 +83,19 @@ class OwnRows {
 
   __device__ __forceinline__ int channel(int row) const { return channel_[row]; }
 
-  // Of what is saved: from sums to biased ones.
-  __device__ __forceinline__ void add_bias(LineSums& sums, int lines) const {
-    for_each_line_sum(sums, lines, [&](float& sum, int, int r, int) { sum += bias_[r]; });
+  // What products are added to: the bias, where nothing is multiplied before it.
+  __device__ __forceinline__ void begin(LineSums<Traits>& sums) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kLines * kLineSums; ++i) sums[i] = first_[i / 2 % 2];
   }
   // Of the output: from sums, or from what is saved of them.
-  __device__ __forceinline__ void scale_and_shift(LineSums& sums, int lines) const {
+  __device__ __forceinline__ void scale_and_shift(LineSums<Traits>& sums, int lines) const {
+    if (!rescales_) return;
     for_each_line_sum(sums, lines,
                       [&](float& sum, int, int r, int) { sum = fmaf(sum, scale_[r], shift_[r]); });
   }
-  __device__ __forceinline__ void normalize_groups(Params const& p, int sample, LineSums& sums,
-                                                   int lines) const {
+  __device__ __forceinline__ void normalize_groups(Params const& p, int sample,
+                                                   LineSums<Traits>& sums, int lines) const {
     Normalizing own[kOwnRows];
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
@@ -103,16 +107,17 @@ class OwnRows {
   }
 
  private:
+  bool rescales_;
   int channel_[kOwnRows];
-  float bias_[kOwnRows], scale_[kOwnRows], shift_[kOwnRows];
+  float first_[kOwnRows], scale_[kOwnRows], shift_[kOwnRows];
 };
 
 // By shared memory, transposed to pixels of the block's columns, and one tensor copy.
 template <class Traits>
 __device__ __forceinline__ void store_lines(Params const& p, Maps const& maps, Result result,
                                             Block const& block, Slab const& slab,
-                                            Consumer const& self, LineSums const& sums, int lines,
-                                            unsigned char* staged) {
+                                            Consumer const& self, LineSums<Traits> const& sums,
+                                            int lines, unsigned char* staged) {
   using T = typename Traits::Element;
   finish_copies(self);
   // Eight rows of eight positions are a matrix, whose positions eight lanes have the addresses of:
@@ -122,7 +127,7 @@ __device__ __forceinline__ void store_lines(Params const& p, Maps const& maps, R
                        (self.lane / 16 * kHaloLine + position) * kChunkBytes +
                        (unit ^ position) * 16;
 #pragma unroll
-  for (int first = 0; first < kMostLines; first += kLinesTogether) {
+  for (int first = 0; first < Traits::kLines; first += kLinesTogether) {
     if (first >= lines) break;
 #pragma unroll
     for (int line = first; line < first + kLinesTogether; line += 2) {
@@ -151,14 +156,15 @@ template <class Traits>
 __device__ __forceinline__ void leave_line_moments(Params const& p, Block const& block,
                                                    Slab const& slab, Extent const& extent,
                                                    Consumer const& self,
-                                                   OwnRows<Traits> const& rows, LineSums& sums) {
+                                                   OwnRows<Traits> const& rows,
+                                                   LineSums<Traits>& sums) {
   float pivots[kOwnRows], totals[kOwnRows] = {}, squares[kOwnRows] = {};
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r) {
     float const first = __shfl_sync(~0u, sums[2 * r], self.lane & ~3);
     pivots[r] = isfinite(first) ? first : 0.0f;
   }
-  if (!extent.whole()) {
+  if (!extent.whole(p)) {
     int const own_columns = extent.columns - self.lane % 4 * 2;
     for_each_line_sum(sums, extent.lines, [&](float& sum, int line, int r, int e) {
       sum = line < extent.lines && e < own_columns ? sum : pivots[r];
@@ -188,7 +194,7 @@ template <class Traits, Extra kExtra>
 __device__ __forceinline__ void finish_rows(Params const& p, Maps const& maps, Block const& block,
                                             Slab const& slab, Extent const& extent,
                                             Consumer const& self, OwnRows<Traits> const& rows,
-                                            LineSums& sums, unsigned char* staged) {
+                                            LineSums<Traits>& sums, unsigned char* staged) {
   using T = typename Traits::Element;
   int const lines = extent.lines;
   auto const store = [&](Result result) {
@@ -205,7 +211,7 @@ __device__ __forceinline__ void finish_rows(Params const& p, Maps const& maps, B
     });
   };
   if constexpr (kExtra == Extra::kTakesMoments) {
-    if (p.is_linear) rows.scale_and_shift(sums, lines);
+    rows.scale_and_shift(sums, lines);
     if (p.stores && !p.activates_output) {
       round_each<T>(sums);  // moments are of what is computed from what is stored
       store(Result::kOutput);
@@ -217,11 +223,10 @@ __device__ __forceinline__ void finish_rows(Params const& p, Maps const& maps, B
     if (stores) store(Result::kOutput);
   } else {
     if (p.saves) {
-      if (p.bias != nullptr) rows.add_bias(sums, lines);
       round_each<T>(sums);
       store(Result::kSaved);
     }
-    if (p.is_linear) rows.scale_and_shift(sums, lines);
+    rows.scale_and_shift(sums, lines);
     if (p.group.statistics != nullptr) rows.normalize_groups(p, slab.sample, sums, lines);
     activate();
     store(Result::kOutput);

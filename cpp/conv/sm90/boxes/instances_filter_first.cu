@@ -6,10 +6,11 @@ namespace fusedconv::conv::sm90::boxes {
 void append_filter_first(std::vector<Row>& rows) {
   constexpr Shape kShape{.columns = 64,
                          .ping_pong = true,
+                         .consumers = 3,
                          .stationary = true,
                          .halo = true,
-                         .positions = 256,
-                         .staged = 4};
+                         .positions = 192,
+                         .staged = 3};
   append_row<Math::kF16, kShape>(rows);
   append_row<Math::kBF16, kShape>(rows);
 }

@@ -116,7 +116,7 @@ inline constexpr int kHaloStages = 2;
 
 // Lines of a box that products are of, where the filter is their first operand: of those that hold
 // the image's the fewest.
-inline constexpr std::array kProductLines{4, 8, 16, 24, 32};
+inline constexpr std::array kProductLines{4, 8, 16, 24};
 
 // Phases that blocks of columns go over together.
 struct PhaseSet {

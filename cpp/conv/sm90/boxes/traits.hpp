@@ -66,6 +66,7 @@ struct Traits {
   static constexpr int kOwnConsumers = kShape.consumers;
   static constexpr bool kStationary = kShape.stationary, kHalo = kShape.halo;
   static constexpr bool kFilterFirst = kShape.filter_first();
+  static constexpr int kLines = kShape.positions / kHaloLine;  // of its boxes
   // Values of columns lie beside what a consumer stages.
   static constexpr bool kOwnValues = kShape.ping_pong && !kStationary;
 
@@ -75,7 +76,9 @@ struct Traits {
   static constexpr bool kGivesRegisters = kResidents == 1;
   static constexpr int kBlockThreads =
       kOwnConsumers * kWarpgroupThreads + (kGivesRegisters ? kWarpgroupThreads : 32);
-  static constexpr int kOwnRegisters = kScarce ? 112 : kConsumerRegisters;
+  static constexpr int kOwnRegisters = kOwnConsumers == 3 ? 160
+                                       : kScarce          ? 112
+                                                          : kConsumerRegisters;
   static constexpr int kLeftRegisters = kScarce ? 32 : kCopyRegisters;
   static_assert(!kGivesRegisters ||
                     (kOwnConsumers * kOwnRegisters + kLeftRegisters) * kWarpgroupThreads <=

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusedconv import _C
 from fusedconv.device import Device
 from fusedconv.kernels.cuda import boxes_costs
 from fusedconv.kernels.cuda.boxes_costs import Work, launch_cycles
@@ -62,9 +61,8 @@ COSTS = CostConstants(
     moved=1.3,
     transposed=1.4,
 )
-#: Multiplications and additions of a multiprocessor in a cycle, in 16 bits; in TF32 half as many,
-#: for half a slab.
-PRODUCTS_PER_CYCLE = 2048
+#: Bytes of an element times multiplications and additions of a multiprocessor in a cycle.
+PRODUCT_BYTES_PER_CYCLE = 4096
 
 
 def input_cycles(
@@ -88,13 +86,14 @@ def weight_milliseconds(
 ) -> float:
     """Of the weight's gradient by a row of ``_C.sm90.boxes.weight.rows()``: of its launches, but
     for what a launch takes by itself. ``writes``: it leaves no partial sums."""
-    area = row.channels * row.columns * _C.sm90.boxes.box_positions
+    area = row.channels * row.columns * row.positions
+    full_rate = area * forward.dtype.itemsize / PRODUCT_BYTES_PER_CYCLE
     products = costs.products
     if row.packs:
         products = costs.from_registers[row.channels]
     elif row.transposes:
         products = costs.transposing[row.channels]
-    slab = costs.slab + max(area / PRODUCTS_PER_CYCLE * products, config.stage_bytes * costs.copied)
+    slab = costs.slab + max(full_rate * products, config.stage_bytes * costs.copied)
     waves = math.ceil(config.tasks * config.splits / max(1, device.multiprocessors))
     cycles = waves * (math.ceil(config.slabs / config.splits) * slab + costs.block)
     total = max(cycles * 1e3 / device.clock_hertz, bytes_milliseconds(forward, device, costs))

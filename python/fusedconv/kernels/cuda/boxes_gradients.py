@@ -4,10 +4,11 @@ The input's gradient gathers: it is an ordinary convolution of the output's grad
 transposed one's stride, computed by the rows of ``boxes_sm90``; each tap reads the pixels of one
 phase of the stride, and a weight that is channels last is read as it lies. The weight's gradient
 multiplies boxes of the input by the same boxes of the output's gradient, summed over positions; in
-TF32 the input is packed first, or transposed on its way to the products. Where the filter is as
-large as its stride, the bias's is summed on the way. Both read and write channels last, pixels of
-whole 16 bytes: tensors in NCHW, and those of other channels, are transposed and padded with zeros
-in front, and cut behind. Nothing is split into planes.
+TF32 the input is packed first, or transposed on its way to the products; in 16 bits, where planes
+of the filter have three by three taps, a box of the gradient has what all of these read. Where the
+filter is as large as its stride, the bias's is summed on the way. Both read and write channels
+last, pixels of whole 16 bytes: tensors in NCHW, and those of other channels, are transposed and
+padded with zeros in front, and cut behind. Nothing is split into planes.
 """
 
 from __future__ import annotations

@@ -69,8 +69,9 @@ struct AddParams {
   FilterSource weight;
   int all_taps;
   Block block;
-  int splits, channel_blocks, unit_chunks;
-  int64_t accumulators;  // of a task's split
+  int splits, channel_blocks;
+  int tap_units, chunk_units;  // from a unit to that of the next tap and chunk
+  int64_t accumulators;        // of a task's split
   cutlass::FastDivmod group_threads, tap_groups, row, taps, units, channels, weight_s, weight_r;
 };
 
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads, kMultiprocessorThreads / kMostTh
   int const chunk = first_output / kUnit;
   constexpr int kEight = 8 * kUnit;  // accumulators of eight columns
   for (int tap = tap_group; tap < taps; tap += tile.tap_groups) {
-    int const number = (first_tap + tap) * p.unit_chunks + chunk;
+    int const number = (first_tap + tap) * p.tap_units + chunk * p.chunk_units;
     int unit_block, unit;
     p.units(unit_block, unit, number);
     int eight, within, input, output, next_column, next_row;
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(kMostThreads, kMultiprocessorThreads / kMostTh
     } else {
       int part = own_channels, units = p.block.units;
       if (p.block.channels == 1) {  // consumers divide the units
-        units /= kConsumers;
-        part = unit >= units;
+        units /= p.block.consumers();
+        part = unit / units;
         unit -= part * units;
       }
       eight = (part * units + unit) * (kUnit / 8) + output0 / 8;
@@ -201,7 +202,8 @@ void add_partials(Config const& config, FilterSource const& weight, float const*
                     .block = block,
                     .splits = s.splits,
                     .channel_blocks = s.channel_blocks,
-                    .unit_chunks = s.unit_chunks,
+                    .tap_units = block.halo ? 1 : s.unit_chunks,
+                    .chunk_units = block.halo ? int(taps) : 1,
                     .accumulators = int64_t(block.channels) * block.units * kUnit * kUnit,
                     .group_threads = cutlass::FastDivmod(tile.threads_of_group()),
                     .tap_groups = cutlass::FastDivmod(tile.tap_groups),

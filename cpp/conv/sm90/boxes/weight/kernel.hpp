@@ -47,6 +47,7 @@ struct Instruction;
     using Mma = gmma::MMA_64x##columns##x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>; \
   };
 FUSEDCONV_INSTRUCTION(256)
+FUSEDCONV_INSTRUCTION(192)
 FUSEDCONV_INSTRUCTION(128)
 FUSEDCONV_INSTRUCTION(64)
 #undef FUSEDCONV_INSTRUCTION
@@ -74,8 +75,8 @@ struct Traits {
   static constexpr int kInstructionSums = kColumns / 2;  // of a thread
   static constexpr int kInstructions = kFromRegisters ? kOwnUnits : 1;
   static constexpr int kSums = kInstructionSums * kInstructions;
-  static constexpr int kStepPositions = kFromRegisters ? 8 : 16;  // of an instruction
-  static constexpr int kSteps = kBlock.positions() / kStepPositions;
+  static constexpr int kSteps = kBlock.additions();
+  static constexpr int kStepPositions = kBlock.positions() / kSteps;  // of an instruction
   static constexpr int kStageBytes = Memory::stage_bytes(kBlock);
   // What transposes holds a box in registers.
   static constexpr int kRegistersMoved = kTransposes ? 8 : 0;
@@ -191,7 +192,7 @@ __device__ __forceinline__ void consume(Params const& p, Barriers& barriers, uns
   device::RingCursor cursor;
   bool first = true;
   while (left > 0) {
-    int const count = min(left, kFlushSteps);
+    int const count = min(left, kFlushAdditions / Traits::kSteps);
     left -= count;
     [[maybe_unused]] int in_flight = -1;  // the stage that products in flight read
 #pragma unroll 1

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "conv/failure.hpp"
+#include "conv/sm90/boxes/weight/halos.hpp"
 #include "conv/sm90/boxes/weight/kernel.hpp"
 #include "conv/sm90/boxes/weight/maps.hpp"
 #include "cuda/launch.hpp"
@@ -13,9 +14,20 @@
 
 namespace fusedconv::conv::sm90::boxes::weight {
 
+template <auto kKernel>
+void launch_blocks(Arguments const& a, int threads, cudaStream_t stream) {
+  Config const& config = a.config;
+  Schedule const& s = config.schedule;
+  int const batch = int(config.batch);
+  conv::check_launch(config, batch, "cudaFuncSetAttribute",
+                     device::allow_shared_bytes<kKernel>(s.shared_bytes));
+  conv::check_launch(config, batch, "launch",
+                     device::launch(kKernel, s.tasks * s.splits, threads, s.shared_bytes, stream,
+                                    Params::of(a), maps_of(a)));
+}
+
 template <class Traits>
 void launch_kernel(Arguments const& a, cudaStream_t stream) {
-  constexpr auto kernel = &sum_products<Traits>;
   Config const& config = a.config;
   Schedule const& s = config.schedule;
   if constexpr (Traits::kBlock.transposes) {
@@ -24,12 +36,15 @@ void launch_kernel(Arguments const& a, cudaStream_t stream) {
                                        s.stages * kInputBoxes<Traits> % kTransposingWarps == 0;
     FUSEDCONV_CHECK(waits_for_every_phase, config.row->name, ": stages: got ", s.stages);
   }
-  int const batch = int(config.batch);
-  conv::check_launch(config, batch, "cudaFuncSetAttribute",
-                     device::allow_shared_bytes<kernel>(s.shared_bytes));
-  conv::check_launch(config, batch, "launch",
-                     device::launch(kernel, s.tasks * s.splits, kThreads, s.shared_bytes, stream,
-                                    Params::of(a), maps_of(a)));
+  launch_blocks<&sum_products<Traits>>(a, kThreads, stream);
+}
+
+template <Math kMath>
+void launch_halos(Arguments const& a, cudaStream_t stream) {
+  using Own = HaloTraits<kMath>;
+  FUSEDCONV_CHECK(a.bias_sums == nullptr, a.config.row->name,
+                  ": bias_sums: got some, expected none where boxes have halos");
+  launch_blocks<&sum_halo_products<Own>>(a, Own::kBlockThreads, stream);
 }
 
 template <Math kMath, int kChannels, int kUnits, bool kTransposes>
@@ -63,6 +78,12 @@ void append_rows(std::vector<Row>& rows) {
   } else {
     append_row<kMath, 2, 4>(rows);
     append_row<kMath, 1, 4>(rows);
+    constexpr Block kBlock = HaloTraits<kMath>::kBlock;
+    rows.push_back({.name = detail::join("sm90_boxes_weight_", traits_of(kMath).name, "_", kUnit,
+                                         "x", kBlock.units * kUnit, "_halo"),
+                    .math = kMath,
+                    .block = kBlock,
+                    .launch = &launch_halos<kMath>});
   }
 }
 

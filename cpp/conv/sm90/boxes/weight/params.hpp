@@ -24,13 +24,17 @@ struct Params {
   unsigned char const* packed;  // the input, where it is
   float* bias_sums;             // of a channel its parts beside each other
   int bias_channels, bias_parts, taps_read;
-  int splits, stages;
+  int splits, stages, stage_bytes;
   int64_t slabs;
   int units;         // of all taps
   int all_channels;  // of the input, times kUnit
   int box_bytes;     // of the gradient or the input
+  // Of the gradient with a halo: what is copied, a line of it, and from a tap to the next and to
+  // the next line's.
+  int halo_bytes, line_bytes, tap_bytes, tap_line_bytes;
+  bool taps_by_chunk;  // units of all taps are beside each other, by output channels
   int box[kMaxAxes + 1];
-  cutlass::FastDivmod tasks, channel_blocks, unit_chunks, weight_s, weight_r;
+  cutlass::FastDivmod tasks, channel_blocks, unit_parts, weight_s, weight_r;
   cutlass::FastDivmod slabs_d, slabs_h, slabs_w;
   Tap taps[kMostTaps];
   uint8_t tap_sources[kMostTaps];
@@ -59,10 +63,18 @@ inline Params Params::of(Arguments const& a) {
   p.units = s.units;
   p.all_channels = s.all_channels;
   p.box_bytes = s.slabs.positions() * kChunkBytes;
+  p.halo_bytes = s.slabs.copied() * kChunkBytes;
+  p.stage_bytes = s.stage_bytes;
+  p.line_bytes = s.slabs.pitch(1) * kChunkBytes;
+  if (a.config.row->block.halo) {
+    p.taps_by_chunk = true;
+    p.tap_line_bytes = a.config.problem.axes[1].dilation * p.line_bytes;
+    p.tap_bytes = a.config.problem.axes[2].dilation * kChunkBytes;
+  }
   std::copy(s.slabs.box.begin(), s.slabs.box.end(), p.box);
   p.tasks = cutlass::FastDivmod(s.tasks);
   p.channel_blocks = cutlass::FastDivmod(s.channel_blocks);
-  p.unit_chunks = cutlass::FastDivmod(s.unit_chunks);
+  p.unit_parts = cutlass::FastDivmod(a.config.row->block.halo ? p.taps_read : s.unit_chunks);
   p.slabs_d = cutlass::FastDivmod(s.slabs.count[0]);
   p.slabs_h = cutlass::FastDivmod(s.slabs.count[1]);
   p.slabs_w = cutlass::FastDivmod(s.slabs.count[2]);
@@ -96,12 +108,17 @@ struct Task {
   }
 };
 
-// A unit of all taps: its tap and the first of its output channels.
+// A unit of all taps: its tap and the first of its output channels. Those of a tap are beside each
+// other, or with halos those of all taps.
 struct Unit {
   int tap, channel;
 
   __device__ __forceinline__ Unit(Params const& p, int index) {
-    p.unit_chunks(tap, channel, index);
+    if (p.taps_by_chunk) {
+      p.unit_parts(channel, tap, index);
+    } else {
+      p.unit_parts(tap, channel, index);
+    }
     channel *= kUnit;
   }
 };

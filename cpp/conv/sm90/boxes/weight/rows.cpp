@@ -17,8 +17,8 @@ Config::Config(Row const& row, Problem const& problem, int64_t batch, Device con
       schedule(schedule_of(problem, batch, row.math, row.block, device)) {}
 
 bool Config::writes(FilterSource const& weight) const {
-  return schedule.splits == 1 && schedule.slabs.all() <= kFlushSteps && weight.stride_c == 1 &&
-         weight.c % kPair == 0 && lines_begin_at(weight, kPair);
+  return schedule.splits == 1 && schedule.slabs.all() * row->block.additions() <= kFlushAdditions &&
+         weight.stride_c == 1 && weight.c % kPair == 0 && lines_begin_at(weight, kPair);
 }
 
 }  // namespace fusedconv::conv::sm90::boxes::weight

@@ -11,6 +11,10 @@
 // has packed them, or as warps of the block transpose boxes in shared memory: that saves the pass
 // where memory bounds the products, and takes longer where shared memory does.
 //
+// Of a filter whose planes are of three by three taps, with stride 1, in 16 bits also: a box of the
+// gradient with a halo has what all taps of a plane read, and three warpgroups have a line of taps
+// each, whose pixels the instruction finds one beside the other in it.
+//
 // Positions outside are zeros of one operand beside what the other has there: an infinite value may
 // leave NaN in more taps than it is a factor of.
 //
@@ -31,10 +35,15 @@ inline constexpr int kUnit = 64;                        // channels
 inline constexpr int kTileBytes = kSlab * kChunkBytes;  // of a slab and kUnit channels
 inline constexpr int kFewestStages = 3;
 inline constexpr int kConsumerWarps = 4;
-// Slabs after which accumulators are added to the block's partial sums: the tensor core drops bits
-// in every addition to an accumulator, of which a slab makes four. After 512 additions sums of one
-// sign are 3e-5 of themselves too small; a fourth of them would cost up to a fourth of the time.
-inline constexpr int kFlushSteps = 128;
+// Additions after which accumulators are added to the block's partial sums: the tensor core drops
+// bits in every addition to an accumulator. After 512 of them sums of one sign are 3e-5 of
+// themselves too small; a fourth of them would cost up to a fourth of the time.
+inline constexpr int kFlushAdditions = 512;
+// With halos: of a line and of lines of taps, the latter a consumer's each, and of a box's line of
+// positions and of these, one of the instruction's K each.
+inline constexpr int kHaloTaps = 3;
+inline constexpr int kHaloPositions = 16;
+inline constexpr int kFewestHaloStages = 2;
 
 // What a compiled kernel fixes: kConsumers warpgroups have input channels of their own and share
 // all units, or the other way round.
@@ -43,15 +52,21 @@ struct Block {
   int units = 0;                // of the gradient
   bool from_registers = false;  // the gradient, as TF32 needs it
   bool transposes = false;      // boxes of the input, then; else they are packed before
+  bool halo = false;            // units are taps of a plane, of the same channels
 
+  constexpr int consumers() const { return halo ? kHaloTaps : kConsumers; }
   constexpr bool packs() const { return from_registers && !transposes; }
   constexpr int tiles() const { return channels + units; }  // of a stage
   // Of a slab, and how many boxes of kChunkBytes of each pixel kUnit channels are.
-  constexpr int positions() const { return from_registers ? kSlab / 2 : kSlab; }
+  constexpr int positions() const {
+    return halo ? kHaloPositions * kHaloPositions : from_registers ? kSlab / 2 : kSlab;
+  }
   constexpr int unit_boxes() const { return from_registers ? 2 : 1; }
+  // To each accumulator, of a slab.
+  constexpr int additions() const { return positions() / (from_registers ? 8 : 16); }
   // Whether its kernels sum the bias's gradient on the way, and in how many shares of a unit's
   // positions: each of the consumers' warps has one unit's, or all have their own rows.
-  constexpr bool sums_bias() const { return !packs(); }
+  constexpr bool sums_bias() const { return !packs() && !halo; }
   constexpr int bias_shares() const {
     return from_registers ? 1 : kConsumers * kConsumerWarps / units;
   }
@@ -68,6 +83,8 @@ struct Schedule {
   int tasks = 0;
   int splits = 0;  // blocks of a task
   Slabs slabs;
+  int halo_bytes = 0;  // of a box of the gradient with a halo
+  int stage_bytes = 0;
   int stages = 0;
   int shared_bytes = 0;
   int64_t packed_bytes = 0;  // of the input, where it is packed
@@ -85,9 +102,12 @@ Schedule schedule_of(Problem const& problem, int64_t batch, Math math, Block con
 struct Memory {
   static constexpr int kBarrierBytes = 256;
 
-  static constexpr int stage_bytes(Block const& block) { return block.tiles() * kTileBytes; }
-  static constexpr int bytes(Block const& block, int stages) {
-    return stages * stage_bytes(block) + kBarrierBytes;
+  // halo_bytes: of a box of the gradient, where that has a halo.
+  static constexpr int stage_bytes(Block const& block, int halo_bytes = 0) {
+    return block.halo ? block.positions() * kChunkBytes + halo_bytes : block.tiles() * kTileBytes;
+  }
+  static constexpr int bytes(int stages, int stage_bytes) {
+    return stages * stage_bytes + kBarrierBytes;
   }
 };
 

@@ -35,8 +35,10 @@ class CostConstants:
     slab: float
     #: A block beside its slabs.
     block: float
-    #: Reading partial sums and writing the gradient, over their time at copy rate.
+    #: Reading partial sums and writing the gradient, over their time at copy rate; an addition of
+    #: many to the same sum.
     partials: float
+    split: float
     #: Packing the input, likewise.
     packed: float
     #: All of it where bytes bound it, likewise.
@@ -46,7 +48,8 @@ class CostConstants:
 
 
 #: Fitted to the times of 21 convolutions, mostly layers of real models, channels last, on an H200;
-#: ``transposing`` to those of 15 layers on an H100.
+#: ``transposing`` to those of 15 layers on an H100, partial sums to those of 21 layers in bf16 on
+#: another H200.
 COSTS = CostConstants(
     gathers=1.1,
     shared=1.15,
@@ -56,7 +59,8 @@ COSTS = CostConstants(
     copied=0.017,
     slab=100.0,
     block=9000.0,
-    partials=2.0,
+    partials=1.2,
+    split=115.0,
     packed=1.5,
     moved=1.3,
     transposed=1.4,
@@ -99,6 +103,7 @@ def weight_milliseconds(
     total = max(cycles * 1e3 / device.clock_hertz, bytes_milliseconds(forward, device, costs))
     if not writes:
         total += costs.partials * device.copy_milliseconds(config.partial_bytes)
+        total += costs.split * config.splits * 1e3 / device.clock_hertz
     return total + costs.packed * device.copy_milliseconds(2 * config.packed_bytes)
 
 

@@ -14,11 +14,14 @@
 namespace fusedconv::conv::sm90::boxes::weight {
 namespace {
 
-constexpr int kMostGroups = 8;      // of a block's threads
-constexpr int kFewestSplits = 8;    // that two groups divide among them
-constexpr int kManySplits = 32;     // that all groups do
-constexpr int kMostTileTaps = 32;   // beside each other
-constexpr int kMostThreads = 1024;  // of a block, as of which a multiprocessor is to hold two
+constexpr int kMostTapGroups = 8;    // of a block's threads
+constexpr int kFewestSplits = 8;     // that two groups divide among them
+constexpr int kManySplits = 32;      // that all groups do
+constexpr int kFewestOwnSplits = 8;  // of a group then
+constexpr int kFewestBlocks = 64;    // that read at copy rate together
+constexpr int kFewestOutputs = 8;    // beside each other in accumulators
+constexpr int kMostTileTaps = 32;    // beside each other
+constexpr int kMostThreads = 1024;   // of a block, as of which a multiprocessor is to hold two
 constexpr int kMultiprocessorThreads = 2048;
 constexpr int kFour = 4;  // neighbours that a thread writes at once
 
@@ -40,10 +43,18 @@ struct Tile {
     bool const is_fourth = taps > kMostTileTaps / 2;
     inputs = from_registers && is_half ? 8 : 16;
     outputs = from_registers || !is_half ? kUnit : is_fourth ? kUnit / 4 : kUnit / 2;
-    tap_groups = std::min(taps, kMostGroups);
+    auto const blocks = [&] {
+      return ceil_div(weight.k, inputs) * ceil_div(weight.c, outputs) * ceil_div(all_taps, taps);
+    };
+    while (!from_registers && splits >= kFewestSplits && outputs > kFewestOutputs &&
+           blocks() < kFewestBlocks) {
+      outputs /= 2;
+    }
+    tap_groups = std::min(taps, kMostTapGroups);
     if (splits >= kFewestSplits) {
-      int const most = kMostGroups / tap_groups;
-      split_shift = std::bit_width(unsigned(splits < kManySplits ? std::min(2, most) : most)) - 1;
+      int const held = kMostThreads / (threads_of_group() * tap_groups);
+      int const most = splits < kManySplits ? 2 : splits / kFewestOwnSplits;
+      split_shift = std::bit_width(unsigned(std::clamp(held, 1, most))) - 1;
     }
     split_groups = 1 << split_shift;
     row = outputs * taps;

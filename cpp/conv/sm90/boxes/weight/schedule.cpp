@@ -76,7 +76,9 @@ Schedule schedule_of(Problem const& p, int64_t batch, Math math, Block const& bl
     return refused(detail::join(tasks, " tasks of ", slabs, " slabs are more than are counted"));
   }
   s.tasks = int(tasks);
-  s.splits = splits_of(s.tasks, slabs, kFewestSteps);
+  // Halos' slabs are some nine times those of others in what they multiply.
+  s.splits = block.halo ? splits_of(s.tasks, slabs, 1, 1.0, 0.025)
+                        : splits_of(s.tasks, slabs, kFewestSteps);
   s.stage_bytes = Memory::stage_bytes(block, s.halo_bytes);
   s.stages = kMostStages;
   while (s.stages > 0 && Memory::bytes(s.stages, s.stage_bytes) > device.shared_bytes) --s.stages;

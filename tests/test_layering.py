@@ -85,7 +85,6 @@ USE_COMPILED = {
     "winners",
     "kernels.cuda.batch_norm",
     "kernels.cuda.boxes_costs",
-    "kernels.cuda.boxes_gradient_costs",
     "kernels.cuda.boxes_gradient_problems",
     "kernels.cuda.boxes_gradients",
     "kernels.cuda.boxes_sm90",

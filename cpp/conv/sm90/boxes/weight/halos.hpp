@@ -120,7 +120,7 @@ __device__ __forceinline__ void consume_halos(Params const& p, Barriers& barrier
     }
 #pragma unroll
     for (int i = 0; i < Traits::kSums / 4; ++i) {
-      float(&own)[Traits::kSums] = sums[0];
+      float (&own)[Traits::kSums] = sums[0];
       leave_sums(partials + i * kWarpgroupThreads,
                  make_float4(own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]), first);
       own[4 * i] = own[4 * i + 1] = own[4 * i + 2] = own[4 * i + 3] = 0.0f;

@@ -200,6 +200,44 @@ def test_shared_memory_holds_the_ring(kernel):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({}, ""),
+        ({"channels": 128}, "its filter of 147456 bytes and 2 boxes of"),
+        ({"dilation": (3, 3)}, "do not fit the shared memory"),
+        ({"stride": (2, 2)}, "its stride is 2, 1 is served"),
+        ({"kernel": (5, 5), "dilation": (50, 1)}, "its taps reach 200 positions"),
+        ({"layout": "nchw"}, ""),
+    ],
+)
+def test_what_the_filter_first_is_for(changes, reason):
+    kernel = next(k for k in KERNELS if k.row.filter_first and k.precision == "bf16")
+    plain = {
+        "channels": 64,
+        "out": 64,
+        "groups": 1,
+        "spatial": (40, 50),
+        "kernel": (3, 3),
+        "stride": (1, 1),
+        "padding": (0, 0),
+        "output_padding": (0, 0),
+        "dilation": (1, 1),
+        "layout": "nhwc",
+    }
+    fields = plain | changes
+    layout = fields.pop("layout")
+    made = Sizes(**fields).problem(kernel, layout=layout)
+    support = kernel.supports(made, H200)
+    assert bool(support) == (not reason)
+    assert reason in (support.reason or "")
+    if support:
+        config = kernel.config(made, H200)
+        # Of 42 lines 24 and, as products are of so many, 24 again; of 52 columns seven eights.
+        assert config.multiplied == 48 * 56
+        assert config.suits_moments and not config.holds_pixels
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
         ({"channels": 12, "groups": 2, "out": 16}, "it has 2 groups"),
         ({"groups": 2}, "it has 2 groups"),
         ({"stride": (5, 5)}, "25 sub-pixel phases"),

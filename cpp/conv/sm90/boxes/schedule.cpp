@@ -433,6 +433,11 @@ Schedule schedule_of(Problem const& p, Direction direction, Math math, Shape con
   while (s.stages > 0 && Memory::of(shape, s.stages, s.kept_bytes, s.halo_bytes).end > most_bytes)
     --s.stages;
   s.stages -= s.stages % shape.producers();
+  if (shape.filter_first() && s.stages == 0) {  // nothing is in the ring
+    return refused(detail::join("its filter of ", s.kept_bytes, " bytes and ", kHaloStages,
+                                " boxes of ", s.halo_bytes,
+                                " do not fit the shared memory of a multiprocessor"));
+  }
   if (int const fewest = fewest_stages(shape); s.stages < fewest) {
     return refused(
         detail::join("its tiles do not fit the shared memory of a multiprocessor: ", s.stages,

@@ -28,6 +28,18 @@ names = {"ids": lambda kernel: kernel.name}
 
 SLAB = 64
 CHUNK_BYTES = 128
+#: Sizes that most rows serve.
+PLAIN = {
+    "channels": 16,
+    "out": 16,
+    "groups": 1,
+    "spatial": (8, 8),
+    "kernel": (3, 3),
+    "stride": (2, 2),
+    "padding": (0, 0),
+    "output_padding": (0, 0),
+    "dilation": (1, 1),
+}
 
 
 def drawn(kernel: BoxesSm90, seed: int):
@@ -205,25 +217,12 @@ def test_shared_memory_holds_the_ring(kernel):
         ({"dilation": (3, 3)}, "do not fit the shared memory"),
         ({"stride": (2, 2)}, "its stride is 2, 1 is served"),
         ({"kernel": (5, 5), "dilation": (50, 1)}, "its taps reach 200 positions"),
-        ({"layout": "nchw"}, ""),
     ],
 )
-def test_what_the_filter_first_is_for(changes, reason):
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_what_the_filter_first_is_for(layout, changes, reason):
     kernel = next(k for k in KERNELS if k.row.filter_first and k.precision == "bf16")
-    plain = {
-        "channels": 64,
-        "out": 64,
-        "groups": 1,
-        "spatial": (40, 50),
-        "kernel": (3, 3),
-        "stride": (1, 1),
-        "padding": (0, 0),
-        "output_padding": (0, 0),
-        "dilation": (1, 1),
-        "layout": "nhwc",
-    }
-    fields = plain | changes
-    layout = fields.pop("layout")
+    fields = PLAIN | {"channels": 64, "out": 64, "stride": (1, 1), "spatial": (40, 50)} | changes
     made = Sizes(**fields).problem(kernel, layout=layout)
     support = kernel.supports(made, H200)
     assert bool(support) == (not reason)
@@ -248,18 +247,7 @@ def test_what_the_filter_first_is_for(changes, reason):
 )
 def test_what_is_refused(changes, reason):
     kernel = next(kernel for kernel in KERNELS if kernel.name == "sm90_boxes_bf16_256")
-    plain = {
-        "channels": 16,
-        "out": 16,
-        "groups": 1,
-        "spatial": (8, 8),
-        "kernel": (3, 3),
-        "stride": (2, 2),
-        "padding": (0, 0),
-        "output_padding": (0, 0),
-        "dilation": (1, 1),
-    }
-    support = kernel.supports(Sizes(**plain | changes).problem(kernel, layout="nhwc"), H200)
+    support = kernel.supports(Sizes(**PLAIN | changes).problem(kernel, layout="nhwc"), H200)
     assert not support
     assert reason in support.reason
 

@@ -39,9 +39,9 @@ inline constexpr int kConsumerWarps = 4;
 // bits in every addition to an accumulator. After 512 of them sums of one sign are 3e-5 of
 // themselves too small; a fourth of them would cost up to a fourth of the time.
 inline constexpr int kFlushAdditions = 512;
-// With halos: of a line and of lines of taps, the latter a consumer's each, and of a box's line of
-// positions and of these, one of the instruction's K each.
+// With halos: taps of a plane's line, and lines of a plane, of which each consumer has one.
 inline constexpr int kHaloTaps = 3;
+// Positions of a box's line, which are an instruction's K, and lines of a box.
 inline constexpr int kHaloPositions = 16;
 inline constexpr int kFewestHaloStages = 2;
 

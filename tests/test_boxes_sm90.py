@@ -232,6 +232,9 @@ def test_what_the_filter_first_is_for(layout, changes, reason):
         # Of 42 lines 24 and, as products are of so many, 24 again; of 52 columns seven eights.
         assert config.multiplied == 48 * 56
         assert config.suits_moments and not config.holds_pixels
+    other = next(k for k in KERNELS if k.row.stationary and not k.row.filter_first)
+    with pytest.raises(ValueError, match=f"{other.name}: multiplied: expected a row whose filter"):
+        other.config(Sizes(**PLAIN).problem(other, layout="nhwc"), H200).multiplied  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_what_the_filter_first_is_for(layout, changes, reason):
         assert config.multiplied == 48 * 56
         assert config.suits_moments and not config.holds_pixels
     other = next(k for k in KERNELS if k.row.stationary and not k.row.filter_first)
-    with pytest.raises(ValueError, match=f"{other.name}: multiplied: expected a row whose filter"):
+    with pytest.raises(ValueError, match=f"{other.name}: multiplied: got a row whose positions"):
         other.config(Sizes(**PLAIN).problem(other, layout="nhwc"), H200).multiplied  # noqa: B018
 
 

@@ -1,5 +1,5 @@
 // The convolution whose filter is the instruction's first operand: products of up to 192 positions
-// by 64 columns, which as first operands read half of the shared memory that the other way does.
+// by 64 columns, which read two thirds of the shared memory that as many of 64 positions by 64 do.
 //
 // The filter stays in shared memory, a box has what all taps of a chunk and a plane read, and three
 // consumer warpgroups take boxes in turns. A box is lines of eight positions. Where the image ends
@@ -14,6 +14,7 @@
 #include "conv/sm90/boxes/operand.hpp"
 #include "conv/sm90/boxes/params.hpp"
 #include "conv/sm90/boxes/traits.hpp"
+#include "conv/sm90/wait.hpp"
 #include "cuda/async.hpp"
 #include "cuda/early.hpp"
 #include "cute/arch/cluster_sm90.hpp"

@@ -43,8 +43,10 @@ int64_t Config::tiles(int64_t batch) const {
 }
 
 int64_t Config::multiplied() const {
-  FUSEDCONV_CHECK(row->shape.filter_first(), row->name,
-                  ": multiplied: expected a row whose filter is the first operand");
+  FUSEDCONV_CHECK(
+      row->shape.filter_first(), row->name,
+      ": multiplied: got a row whose positions are the first operand, expected one whose "
+      "filter is");
   Slabs const slabs = schedule.slabs(1);
   int const whole = slabs.count[1] - 1, left = schedule.axes[1].positions - whole * slabs.box[1];
   int const last = *std::ranges::lower_bound(kProductLines, left);

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call of what ``prepare()`` returns, which is made before each call and not timed."""
+
+    prepare: Callable[[], Any]
+    run: Callable[[Any], object]
+
 
 #: More than the last cache of any GPU holds.
 CACHE_BYTES = 128 << 20
@@ -69,8 +80,10 @@ class Clock:
             else None
         )
 
-    def once(self, call: Callable[[], object]) -> tuple[float, float]:
+    def once(self, call: Call | Prepared) -> tuple[float, float]:
         """(milliseconds on the device, microseconds until the call returned)."""
+        if isinstance(call, Prepared):
+            call = functools.partial(call.run, call.prepare())
         if not self.cuda:
             start = time.perf_counter()
             call()
@@ -88,12 +101,12 @@ class Clock:
         last.synchronize()
         return first.elapsed_time(last), host * 1e6
 
-    def measure(self, calls: Sequence[Call]) -> Timing:
+    def measure(self, calls: Sequence[Call | Prepared]) -> Timing:
         """Times of repeated calls taken in turn."""
         (timing,) = self.interleave([calls])
         return timing
 
-    def interleave(self, contenders: Sequence[Sequence[Call]]) -> list[Timing]:
+    def interleave(self, contenders: Sequence[Sequence[Call | Prepared]]) -> list[Timing]:
         """The same for several contenders at a time, which make one call each in every round.
 
         Who begins changes from round to round, and every second round runs backwards. In a round
@@ -120,7 +133,10 @@ class Clock:
         return timings
 
     def play(
-        self, number: int, contenders: Sequence[Sequence[Call]], timings: Sequence[Timing]
+        self,
+        number: int,
+        contenders: Sequence[Sequence[Call | Prepared]],
+        timings: Sequence[Timing],
     ) -> None:
         """The round of a number, of those that ``interleave`` describes."""
         count = len(contenders)

@@ -20,7 +20,7 @@ from fusedconv.explaining import Explanation, explain_problem
 from fusedconv.recording import Call, Composition
 from fusedconv.recording import record as plan_record
 from fusedconv.testing import sample_errors
-from fusedconv.timing import CACHE_BYTES, Clock
+from fusedconv.timing import CACHE_BYTES, Clock, Prepared
 
 
 def device_facts(device: torch.device, index: int | None) -> dict[str, Any]:
@@ -150,14 +150,24 @@ class _Runner:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The cell's pass. Gradients are recorded where the caller has not switched that off."""
-        grad = self.setup.grad
-        if grad is not None:
-            self.model.zero_grad(set_to_none=True)
-            x = x.detach().requires_grad_()
+        return self.run(self.prepare(x))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """What the pass begins with: of gradients none, and a leaf."""
+        if self.setup.grad is None:
+            return x
+        self.model.zero_grad(set_to_none=True)
+        return x.detach().requires_grad_()
+
+    def run(self, x: Tensor) -> Tensor:
+        """The pass alone."""
         output: Tensor = self.model(x)
-        if grad is not None:
-            output.backward(grad)
+        if self.setup.grad is not None:
+            output.backward(self.setup.grad)
         return output
+
+    def timed(self, x: Tensor) -> Prepared:
+        return Prepared(functools.partial(self.prepare, x), self.run)
 
     def start(self) -> Tensor:
         """The first calls, in which a compiler works and ours are tuned where that is asked for;
@@ -225,9 +235,7 @@ def measure(
         for runner, value in zip(runners, errors, strict=True):
             runner.record["error_fp64"] = value
         outputs.clear()
-        timings = clock.interleave(
-            [[functools.partial(runner, x) for x in inputs] for runner in runners]
-        )
+        timings = clock.interleave([[runner.timed(x) for x in inputs] for runner in runners])
         for runner, timing in zip(runners, timings, strict=True):
             runner.record.update(timing.fields())
         # The same models with other weights.

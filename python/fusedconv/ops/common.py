@@ -407,19 +407,21 @@ class DirectOperator:
         """Take a ``Kept`` and the call's tensors; autograd follows them. The second one is for
         calls that are known again."""
         operator, count = self, self.count
-        nothing = (None,) * (1 + count)
+        nothing = (None,) * (2 + count)
 
         class Direct(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, kept: Kept, *tensors: Any) -> Tensor:
-                return operator.keep(ctx, kept, operator.outputs(kept.plan, tensors), tensors)
+            def forward(ctx: Any, kept: Kept, outputs: Outputs | None, *tensors: Any) -> Tensor:
+                if outputs is None:
+                    outputs = operator.outputs(kept.plan, tensors)
+                return operator.keep(ctx, kept, outputs, tensors)
 
             @staticmethod
             def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
                 if grad is None:
                     return nothing
                 kept: Kept = ctx.kept
-                saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+                saved, needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
                 if kept.lies is not None:
                     saved = as_saved(saved, kept.lies)
                 first = operator.first_gradients
@@ -431,9 +433,20 @@ class DirectOperator:
                     found = repeated(kept.plan, needs, tensors, first, kept, grad, saved, needs)
                 else:
                     found = first(kept, grad, saved, needs)
-                return (None, *found)
+                return (None, None, *found)
 
-        return Direct.apply, undispatched(Direct)
+        apply_again = undispatched(Direct)
+
+        def direct(kept: Kept, *tensors: Tensor | None) -> Tensor:
+            return Direct.apply(kept, None, *tensors)
+
+        def again(kept: Kept, *tensors: Tensor | None) -> Tensor:
+            # A device begins with what only launches while autograd makes its node.
+            plan = kept.plan
+            outputs = operator.outputs(plan, tensors) if plan.only_launches else None
+            return apply_again(kept, outputs, *tensors)
+
+        return direct, again
 
 
 def refuse_second_derivatives(name: str) -> None:

@@ -19,10 +19,10 @@ struct Place {
   int64_t sample, row_block, row, end;
   int map_row, column, slab, channel;
 
-  __device__ __forceinline__ Place(RowMap const& map, int vector, int64_t pixels,
+  __device__ __forceinline__ Place(unsigned block, RowMap const& map, int vector, int64_t pixels,
                                    int64_t block_rows, int row_blocks, int channels)
-      : sample(blockIdx.x / row_blocks),
-        row_block(blockIdx.x % row_blocks),
+      : sample(block / row_blocks),
+        row_block(block % row_blocks),
         map_row(int(threadIdx.x) / map.columns),
         column(int(threadIdx.x) % map.columns),
         slab(int(blockIdx.y) * map.columns * vector),
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
   extern __shared__ float4 shared[];  // the table, then sums, [map.rows][width]
-  Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
+  Place const place(blockIdx.x, map, kVector, pixels, block_rows, row_blocks, affine.channels);
   int const width = map.columns * kVector;
   fill_table<kVector>(shared, map, place.slab, affine.channels, [&](int channel) {
     return entry_of(Channel::of(affine, place.sample, channel));
@@ -148,14 +148,16 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   }
 }
 
-// sums, if any, [sample, channel, row block], of what is stored.
+// sums, if any, [sample, channel, row block], of what is stored. From the last block on, as of what
+// was summed up the last is still in the L2 cache.
 template <class T, int kVector, int kKnown, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
     grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
                  GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {
   extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
-  Place const place(map, kVector, pixels, block_rows, row_blocks, affine.channels);
+  Place const place(device::block_from_last(), map, kVector, pixels, block_rows, row_blocks,
+                    affine.channels);
   int const width = map.columns * kVector;
   auto* const groups = reinterpret_cast<GroupTerms*>(shared + width);
   fill_table<kVector>(shared, map, place.slab, affine.channels, [&](int channel) {

@@ -95,6 +95,9 @@ struct Stream {
   unsigned pace;       // nanoseconds from one tile's store to the next
   unsigned lead_mask;  // tiles are loaded from the vector before that has none of these bits
   int64_t unit_vectors;
+  // Whether the tensor's last unit comes first: what has just been written the last may still be in
+  // the L2 cache.
+  bool from_last;
   // Where tiles are stored as they lie in padded lines, runs are cut there, and tile_vectors and
   // run_vectors count vectors of those lines, which have so many elements; else zero.
   unsigned line_elements;

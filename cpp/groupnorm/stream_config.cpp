@@ -78,6 +78,7 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   s.units = unsigned(units);
   s.plane_elements = unsigned(p.pixels);
   s.unit_vectors = p.group_size() / vector;
+  s.from_last = tensors == 1;
   s.vector_shift = unsigned(std::countr_zero(uint64_t(vector)));
   s.run_elements = unsigned(tensors == 1 ? p.group_size() : p.pixels);
   // Planes begin at multiples of what their size and a vector have in common.

@@ -164,6 +164,14 @@ struct Extent {
   }
 };
 
+// Where in the tensor a walk's unit lies.
+__device__ __forceinline__ unsigned unit_in_tensor(Stream const& s, unsigned unit) {
+  return s.from_last ? s.units - 1 - unit : unit;
+}
+__device__ __forceinline__ int64_t first_vector(Stream const& s, unsigned unit) {
+  return unit_in_tensor(s, unit) * s.unit_vectors;
+}
+
 // Blocks of a team that hold a part of a unit, and this block's index among them.
 __device__ __forceinline__ int participants(Stream const& s) { return int(min(s.tiles, s.blocks)); }
 __device__ __forceinline__ int participant(Stream const& s, unsigned tile) {
@@ -232,7 +240,7 @@ struct Barriers {
 // Vectors before a tile's first that are loaded with it.
 __device__ __forceinline__ unsigned lead_of(Stream const& s, Walk const& walk,
                                             Extent const& extent) {
-  return unsigned(walk.unit * s.unit_vectors + extent.first) & s.lead_mask;
+  return unsigned(first_vector(s, walk.unit) + extent.first) & s.lead_mask;
 }
 
 // A warp's walk over its block's tiles, one of which each lane has at a time: what a tile takes to
@@ -303,7 +311,7 @@ __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors
       place = describe(walk.tile(), extent, units);
     }
     unsigned const lead = lead_of(s, walk.tile(), extent);
-    int64_t const first = walk.tile().unit * s.unit_vectors + extent.first - lead;
+    int64_t const first = first_vector(s, walk.tile().unit) + extent.first - lead;
     uint32_t const bytes = (lead + extent.vectors) * 16;
     for (int turn = 0; turn < walk.count(); ++turn, ++issued) {
       if (kTensors == 1 && lane == turn + 1 && lane < walk.count()) {
@@ -340,7 +348,7 @@ __device__ __forceinline__ void store_tiles(uint4* output, Stream const& s, Barr
     }
     latest = nanoseconds();
     Extent const extent = Extent::of(s, walk.tile);
-    device::bulk_store(output + walk.unit * s.unit_vectors + extent.first,
+    device::bulk_store(output + first_vector(s, walk.unit) + extent.first,
                        base + cursor.stage * kStageBytes + lead_of(s, walk, extent) * 16,
                        extent.vectors * 16);
     // A stage is free once its store has read it, which takes less time than the pace gives.

@@ -133,14 +133,14 @@ __device__ __forceinline__ Place place_of(Affine const& affine, Stream const& s,
                                           LaneUnits const& units) {
   unsigned const first = extent.first << s.vector_shift;
   unsigned const plane = first / s.plane_elements;
-  unsigned const group = walk.unit % unsigned(affine.groups);
+  unsigned const group = unit_in_tensor(s, walk.unit) % unsigned(affine.groups);
   return {extent.vectors,
           group * unsigned(affine.channels_per_group) + plane,
           (plane + 1) * s.plane_elements - first,
           units.ordinal,
           units.is_last,
           false,
-          input + walk.unit * s.unit_vectors + extent.first};
+          input + first_vector(s, walk.unit) + extent.first};
 }
 
 }  // namespace fusedconv::groupnorm::device_stream

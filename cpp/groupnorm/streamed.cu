@@ -378,7 +378,9 @@ __device__ __forceinline__ void merge_units(Stream const& s, int merger, float v
       Statistics const statistics = device::statistics_of(total, eps);
       shared.statistics[unit.stage] = statistics;
       device::arrive(&shared.barriers.merged[unit.stage]);
-      if (walk.tile == 0) device::store(saved, current, statistics);
+      if (walk.tile == 0) {
+        device::store(saved, device_stream::unit_in_tensor(s, current), statistics);
+      }
     }
   }
 }

@@ -2,7 +2,8 @@
 // every eight. Of two channels at a time:
 // 1. The bias is added and the activation applied. Accumulators that began as the bias would lose
 //    what the tensor cores drop of sums that are small beside it.
-// 2. The values, before or after it, are stored: lanes of a channel side by side, a quad each.
+// 2. The values, before or after it, are stored: lanes of a channel side by side, a quad each. They
+//    stay in the cache, where a pass behind finds the last of them.
 // 3. Those that are pixels enter sums (moments.hpp).
 #pragma once
 
@@ -17,14 +18,6 @@
 
 namespace fusedconv::conv::sm90::runs {
 
-// What is stored leaves the cache first: it is read again only when all else has passed through,
-// and neighbouring tiles read the same lines of the input.
-template <class T>
-__device__ __forceinline__ void store_streaming(T* target, device::Pack<T, kQuad> const& quad) {
-  using Word = typename device::Pack<T, kQuad>::Word;
-  __stcs(reinterpret_cast<Word*>(target), quad.words[0]);
-}
-
 // A quad in halves, which must follow each other to reach the L2 cache as one access: what takes
 // part of a sector counts there like all of it.
 template <class T>
@@ -37,8 +30,8 @@ __device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> c
         ".reg .pred first, second;\n"
         "setp.ne.s32 first, %3, 0;\n"
         "setp.ne.s32 second, %4, 0;\n"
-        "@first st.global.cs.b32 [%0], %1;\n"
-        "@second st.global.cs.b32 [%0 + 4], %2;\n"
+        "@first st.global.b32 [%0], %1;\n"
+        "@second st.global.b32 [%0 + 4], %2;\n"
         "}" ::"l"(target),
         "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(first), "r"(second)
         : "memory");
@@ -48,8 +41,8 @@ __device__ __forceinline__ void store_halves(T* target, device::Pack<T, kQuad> c
         ".reg .pred first, second;\n"
         "setp.ne.s32 first, %5, 0;\n"
         "setp.ne.s32 second, %6, 0;\n"
-        "@first st.global.cs.v2.b32 [%0], {%1, %2};\n"
-        "@second st.global.cs.v2.b32 [%0 + 8], {%3, %4};\n"
+        "@first st.global.v2.b32 [%0], {%1, %2};\n"
+        "@second st.global.v2.b32 [%0 + 8], {%3, %4};\n"
         "}" ::"l"(target),
         "r"(quad.bits[0]), "r"(quad.bits[1]), "r"(quad.bits[2]), "r"(quad.bits[3]), "r"(first),
         "r"(second)
@@ -135,7 +128,7 @@ __device__ __forceinline__ void finish_values(Params const& p,
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if constexpr (kWidth == kQuad) {
-        if (8 * j < block_channels) store_streaming(target + e * stride, stored[e]);
+        if (8 * j < block_channels) stored[e].store(target + e * stride);
       } else if constexpr (kWidth > 0) {
         if (8 * j < block_channels) store_halves(target + e * stride, stored[e], own.pixels);
       } else {

@@ -21,9 +21,8 @@ constexpr int kFewestOwnSplits = 8;  // of a group then
 constexpr int kFewestBlocks = 64;    // that read at copy rate together
 constexpr int kFewestOutputs = 8;    // beside each other in accumulators
 constexpr int kMostTileTaps = 32;    // beside each other
-constexpr int kMostThreads = 1024;   // of a block, as of which a multiprocessor is to hold two
-constexpr int kMultiprocessorThreads = 2048;
-constexpr int kFour = 4;  // neighbours that a thread writes at once
+constexpr int kMostThreads = 1024;   // of a block
+constexpr int kFour = 4;             // neighbours that a thread writes at once
 
 // A block adds a tile: so many input channels by output channels by taps. It reads whole lines of
 // accumulators and turns them in shared memory, so that it writes whole lines too, whether output
@@ -92,7 +91,7 @@ struct alignas(kFour * sizeof(T)) Four {
 };
 
 template <class T, bool kFromRegisters, bool kWritesFours>
-__global__ void __launch_bounds__(kMostThreads, kMultiprocessorThreads / kMostThreads)
+__global__ void __launch_bounds__(kMostThreads)
     add_partials_kernel(__grid_constant__ AddParams const p, float const* __restrict__ partials,
                         T* __restrict__ grad_weight) {
   extern __shared__ __align__(16) float sums[];
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(kMostThreads, kMultiprocessorThreads / kMostTh
     float const* source = partials + (task * p.splits + first_split) * p.accumulators +
                           int64_t(eight) * kEight + within;
     float4 sum{};
-#pragma unroll 2
+#pragma unroll 8
     for (int i = first_split; i < last_split; ++i, source += p.accumulators) {
       float4 const part = __ldcs(reinterpret_cast<float4 const*>(source));
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
+from fusedconv.timing import Prepared
 
 FIELDS = {
     "workload",
@@ -386,6 +388,21 @@ def test_a_file_keeps_what_is_not_measured_anew(tmp_path):
 def test_short_calls_end_before_their_time():
     clock = benchmark.Clock(torch.device("cpu"), seconds=3600.0, least=1, most=200)
     assert clock.measure([int]).fields()["reps"] == 200
+
+
+def test_what_a_call_begins_with_is_made_before_its_time():
+    made = []
+
+    def prepare():
+        time.sleep(0.02)
+        made.append(len(made))
+        return made[-1]
+
+    taken = []
+    clock = benchmark.Clock(torch.device("cpu"), seconds=0.0, least=3, most=3)
+    times = clock.measure([Prepared(prepare, taken.append)]).milliseconds
+    assert taken == made == [0, 1, 2, 3]  # one of them warms up
+    assert max(times) < 20
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

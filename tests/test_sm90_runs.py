@@ -268,6 +268,17 @@ def test_a_filter_that_would_crowd_out_the_lines_is_streamed(math_name, channels
     assert made.tiles < 1.1 * 256 * 256 / 128
 
 
+@pytest.mark.parametrize(("math_name", "stages"), [("bf16", 6), ("f16", 6), ("tf32", 3)])
+def test_a_narrow_last_strip_leaves_the_ring_its_depth(math_name, stages):
+    """Of 65 quads the last strip has one: its tiles may be of many lines, whose boxes would take
+    twice what the others do, and half of the stages. In TF32 there are no more either way."""
+    found = config(row_of(math_name, (2, 0)), lower=(0, 2), input=(1, 256, 256))
+    wide, last = found.tilings
+    assert (wide.quads, last.quads) == (8, 1)
+    assert found.stages == stages
+    assert (last.bytes <= wide.bytes) == (stages > 3)
+
+
 def test_refusals_say_why():
     row = row_of("tf32", (2, 0))
     planes = {"input": (1, 256, 256), "lower": (0, 2)}

@@ -23,6 +23,8 @@ as the user's cache holds them, or with FUSEDCONV_AUTOTUNE=1 as the first calls 
 the timing), over both passes of a training step for torch's operators ("autograd"), or by
 FUSEDCONV_KERNEL, whose value it is then."""
 
+_PREPARED = "Gradients are set to None, and inputs become leaves, before the time of a step."
+
 #: How the benchmark measures on GPUs.
 METHOD = f"""\
 The benchmark: the three systems next to what a user could pick instead.
@@ -35,10 +37,12 @@ cudnn.benchmark is measured beside where it calls cuDNN, in the gradients of a c
 devices may work at the same time, one process each; a record names its own.
 
 Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
-percentile; inputs rotate over more memory than L2 holds. Weights arrive by load_state_dict and the
-affine parameters are not trivial; after the timing the weights are changed in place and the output
-is checked against float64 again, so that a packing kept too long shows. Outputs start as NaN
-wherever the allocator reuses memory.
+percentile; inputs rotate over more memory than L2 holds.
+{_PREPARED}
+Weights arrive by
+load_state_dict and the affine parameters are not trivial; after the timing the weights are changed
+in place and the output is checked against float64 again, so that a packing kept too long shows.
+Outputs start as NaN wherever the allocator reuses memory.
 
 {_CHOICE}
 
@@ -63,9 +67,12 @@ convolution got first; a processor has no such plans.) Compiling comes before th
 Times are the wall clock's around one call each, after a warm-up, medians with the 10th and 90th
 percentile; inputs rotate, in a round each contender takes another one. Forward passes run without
 gradients; forward and backward give the gradients of the input, the weights and the biases for an
-output gradient in the output's layout. Parameters arrive by load_state_dict, in the layout of the
-original's, and the affine ones are not trivial; before the timing the output is checked against
-float64, and again after it, with weights changed in place, so that a packing kept too long shows.
+output gradient in the output's layout.
+{_PREPARED}
+Parameters arrive by load_state_dict, in the
+layout of the original's, and the affine ones are not trivial; before the timing the output is
+checked against float64, and again after it, with weights changed in place, so that a packing kept
+too long shows.
 
 {_CHOICE}
 """
@@ -87,8 +94,11 @@ Times are CUDA events around one call each, after a warm-up, medians with the 10
 percentile. Before each call the GPU writes several times the memory that its cache holds; meanwhile
 the call is launched, so that times are the device's, without the launches before the first kernel
 as far as they take no longer than that write. host_us is how long a call took to return. Inputs
-rotate. Weights arrive by load_state_dict, affine parameters and running statistics are not trivial;
-after the timing the weights are changed in place and the output is checked against float64 again.
+rotate.
+{_PREPARED}
+Weights arrive by load_state_dict, affine parameters and running statistics are
+not trivial; after the timing the weights are changed in place and the output is checked against
+float64 again.
 
 {_CHOICE}
 

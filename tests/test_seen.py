@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedconv
 from fusedconv import functional, ops, selection
-from fusedconv.ops import seen
+from fusedconv.ops import common, seen
 
 pytestmark = pytest.mark.skipif(seen._Guards is None, reason="torch has no guards of tensors")
 
@@ -260,6 +260,34 @@ def test_gradients_of_a_known_call(known):
     first, second = gradients(), gradients()
     assert known.recalls == [False, False, True]
     assert all(map(torch.equal, first, second))
+
+
+def test_what_only_launches_does_so_before_autograd_makes_the_node_of_a_known_call(
+    known, monkeypatch
+):
+    """Recording is switched off while autograd makes a node."""
+    leaves = [t.clone().requires_grad_() for t in vars(known.tensors).values()]
+    plans, recording = [], []
+    outputs = common.DirectOperator.outputs
+
+    def noting(operator, plan, tensors):
+        plans.append(plan)
+        recording.append(torch.is_grad_enabled())
+        return outputs(operator, plan, tensors)
+
+    monkeypatch.setattr(common.DirectOperator, "outputs", noting)
+
+    def gradients():
+        output = known.call(*leaves)
+        assert output.requires_grad
+        return torch.autograd.grad(output.square().sum(), leaves)
+
+    expected = gradients()
+    for only_launches in (False, True, True):
+        monkeypatch.setattr(plans[0], "only_launches", only_launches, raising=False)
+        assert all(map(torch.equal, gradients(), expected))
+    assert recording == [False, False, True, True]
+    assert known.recalls == [False, False, True, True, True]
 
 
 def test_saved_tensors_of_a_known_call_are_brought_back_where_hooks_change_them(known):

@@ -136,18 +136,23 @@ def test_a_passs_gradients_are_those_of_its_name(monkeypatch, pass_):
     (cell,) = select_cells([NORM], ["fp32"], ["nhwc"], [pass_], "cpu")
     setup = prepare(cell, CPU, "small")
     seen = []
-    call = measuring._Runner.__call__
+    run = measuring._Runner.run
 
     def watched(runner, x):
-        output = call(runner, x)
-        grads = [parameter.grad is not None for parameter in runner.model.parameters()]
+        parameters = [*runner.model.parameters()]
+        assert all(each.grad is None for each in (x, *parameters))
+        assert x.is_leaf
+        output = run(runner, x)
+        grads = [each.grad is not None for each in (x, *parameters)]
         seen.append((torch.is_grad_enabled(), output.requires_grad, *grads))
         return output
 
-    monkeypatch.setattr(measuring._Runner, "__call__", watched)
+    monkeypatch.setattr(measuring._Runner, "run", watched)
     contenders = [benchmark.CONTENDERS[name] for name in ("fusedconv", "eager")]
     results = measure(setup, contenders, benchmark.Clock(CPU, 0.0, 3))
-    assert set(seen) == {(pass_ == "forward_backward",) * 4}
+    assert set(seen) == {(pass_ == "forward_backward",) * 5}
+    # At first, to warm up, timed and, with other weights, behind.
+    assert len(seen) == len(contenders) * (2 + 1 + 3 + 1)
     assert [result["kernel"] for result in results.values()] == ["cpu_group_norm", "torch"]
     if setup.grad is not None:
         assert setup.grad.is_contiguous(memory_format=torch.channels_last)

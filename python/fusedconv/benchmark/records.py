@@ -39,10 +39,9 @@ devices may work at the same time, one process each; a record names its own.
 Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
 percentile; inputs rotate over more memory than L2 holds.
 {_PREPARED}
-Weights arrive by
-load_state_dict and the affine parameters are not trivial; after the timing the weights are changed
-in place and the output is checked against float64 again, so that a packing kept too long shows.
-Outputs start as NaN wherever the allocator reuses memory.
+Weights arrive by load_state_dict and the affine parameters are not trivial; after the timing the
+weights are changed in place and the output is checked against float64 again, so that a packing kept
+too long shows. Outputs start as NaN wherever the allocator reuses memory.
 
 {_CHOICE}
 
@@ -69,10 +68,9 @@ percentile; inputs rotate, in a round each contender takes another one. Forward 
 gradients; forward and backward give the gradients of the input, the weights and the biases for an
 output gradient in the output's layout.
 {_PREPARED}
-Parameters arrive by load_state_dict, in the
-layout of the original's, and the affine ones are not trivial; before the timing the output is
-checked against float64, and again after it, with weights changed in place, so that a packing kept
-too long shows.
+Parameters arrive by load_state_dict, in the layout of the original's, and the affine ones are not
+trivial; before the timing the output is checked against float64, and again after it, with weights
+changed in place, so that a packing kept too long shows.
 
 {_CHOICE}
 """
@@ -96,9 +94,8 @@ the call is launched, so that times are the device's, without the launches befor
 as far as they take no longer than that write. host_us is how long a call took to return. Inputs
 rotate.
 {_PREPARED}
-Weights arrive by load_state_dict, affine parameters and running statistics are
-not trivial; after the timing the weights are changed in place and the output is checked against
-float64 again.
+Weights arrive by load_state_dict, affine parameters and running statistics are not trivial; after
+the timing the weights are changed in place and the output is checked against float64 again.
 
 {_CHOICE}
 

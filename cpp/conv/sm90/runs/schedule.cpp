@@ -20,8 +20,9 @@ constexpr int kWantedSharedStages = 4;
 constexpr double kWorthStaying = 1.25;
 // What a stage less than wanted costs, of all.
 constexpr double kMissingStage = 0.2;
-// What a stage more saves, up to so many: an epilogue then finds the next tile loaded. Six for
-// three took 1.15 ms for 1.20 on an H200, of 258 x 258 outputs in bfloat16, with 2 % more tiles.
+// What each stage saves, up to so many, that even boxes leave more room for: an epilogue then finds
+// the next tile loaded. Six for three took 1.15 ms for 1.20 on an H200, of 258 x 258 outputs in
+// bfloat16, with 2 % more tiles.
 constexpr double kMoreStage = 0.02;
 constexpr int kDeepRing = 6;
 // What a line of a box takes to stage beside its columns, in columns: narrow boxes have many.
@@ -72,10 +73,10 @@ Tiling tiling_of(ConvProblem const& p, Math math, Window const& window, int stri
 }
 
 // Chooses the width of strips: as few tiles as may be, for boxes that are not much larger. Returns
-// what a slice costs, in tiles; 0 where no tiles fit. even: the last strip's boxes, which narrow
+// what a slice costs, in tiles; 0 where no tiles fit. even_boxes: the last strip's, which narrow
 // ones fill with more lines, are no larger than the others'.
 double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& window, int limit,
-               bool even) {
+               bool even_boxes) {
   int const quads = int(ceil_div(p.q, kQuad));
   int const unit = 16 / traits_of(math).element_bytes();
   double const staging = traits_of(math).parts == 2 ? 0.1 / 3 : 0.1;
@@ -95,7 +96,7 @@ double lay_out(Schedule& s, ConvProblem const& p, Math math, Window const& windo
     std::array<Tiling, 2> tilings;
     tilings[0] = tiling_of(p, math, window, strips, width, 0, limit);
     if (rest > 0) {
-      int const last_limit = even && strips > 0 ? std::min(limit, tilings[0].bytes) : limit;
+      int const last_limit = even_boxes ? std::min(limit, tilings[0].bytes) : limit;
       tilings[1] = tiling_of(p, math, window, 1, rest, strips * width * kQuad, last_limit);
     }
     double cost = 0.0;

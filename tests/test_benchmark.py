@@ -17,7 +17,6 @@ from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import Cell, select_cells
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
-from fusedconv.timing import Prepared
 
 FIELDS = {
     "workload",
@@ -403,7 +402,7 @@ def test_what_a_call_begins_with_is_made_before_its_time(monkeypatch):
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     clock = benchmark.Clock(torch.device("cpu"), seconds=0.0, least=3, most=3)
-    assert clock.measure([Prepared(prepare, run)]).milliseconds == [62.5] * 3
+    assert clock.measure([timing.Prepared(prepare, run)]).milliseconds == [62.5] * 3
     assert taken == made == [0, 1, 2, 3]  # one of them warms up
 
 

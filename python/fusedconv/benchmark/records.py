@@ -91,9 +91,8 @@ during the timing.
 Times are CUDA events around one call each, after a warm-up, medians with the 10th and 90th
 percentile. Before each call the GPU writes several times the memory that its cache holds; meanwhile
 the call is launched, so that times are the device's, without the launches before the first kernel
-as far as they take no longer than that write. host_us is how long a call took to return. Inputs
-rotate.
-{_PREPARED}
+as far as they take no longer than that write. host_us is how long a call took to return.
+Inputs rotate. {_PREPARED}
 Weights arrive by load_state_dict, affine parameters and running statistics are not trivial; after
 the timing the weights are changed in place and the output is checked against float64 again.
 

@@ -110,6 +110,7 @@ USE_COMPILED = {
     "kernels.cuda.sm90_runs",
     "kernels.cuda.sm90_weight",
     "kernels.cuda.streams_sm90",
+    "kernels.cuda.strips_sm90",
     "kernels.cuda.taps",
     "kernels.cuda.taps_sm90",
     "kernels.cuda.transposing",

@@ -35,6 +35,7 @@ KERNELS = [
     (r"sm90_lines_", [r"lines::convolve"]),
     (r"sm90_phases_", [r"phases::convolve"]),
     (r"sm90_streams_", [r"streams::convolve"]),
+    (r"sm90_strips_", [r"strips::convolve"]),
     (r"taps_", [r"taps::convolve"]),
     (r"direct_", [r"direct::(convolve|double)"]),
     (r"sm90_runs", [r"runs::convolve"]),

@@ -29,6 +29,7 @@ void bind_sm90_lines(py::module_& room);
 void bind_sm90_phases(py::module_& room);
 void bind_sm90_runs(py::module_& room);
 void bind_sm90_streams(py::module_& room);
+void bind_sm90_strips(py::module_& room);
 void bind_sm90_taps(py::module_& room);
 void bind_sm90_wgrad(py::module_& room);
 void bind_taps(py::module_& m);

@@ -86,6 +86,7 @@ void bind_sm90(py::module_& m) {
   bind_sm90_phases(room);
   bind_sm90_runs(room);
   bind_sm90_streams(room);
+  bind_sm90_strips(room);
   bind_sm90_taps(room);
   bind_sm90_wgrad(room);
 }

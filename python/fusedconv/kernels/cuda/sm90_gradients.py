@@ -1,7 +1,7 @@
 """Gradients of a transposed convolution on Hopper (sm_90a).
 
 The input's gradient is a convolution of the output's gradient with the filter read backwards and
-its channel axes swapped, which the rows of ``sm90_runs`` compute. The weight's gradient is a sum
+its channel axes swapped, which the rows of ``sm90_runs`` and ``strips_sm90`` compute. The weight's gradient is a sum
 over positions (``sm90_weight``). Both read tensors whose lines begin at multiples of 16 bytes;
 others are padded first, and the bias's gradient is summed on the way. All of them share one padded
 output gradient. Where there is a stride, it is split into planes of the stride's phases, as
@@ -61,8 +61,10 @@ from fusedconv.kernels.cuda.program import (
     run_program,
 )
 from fusedconv.kernels.cuda.sm90_runs import COSTS as RUN_COSTS
+from fusedconv.kernels.cuda.sm90_runs import CostConstants as RunCostConstants
 from fusedconv.kernels.cuda.sm90_runs import RunsSm90
 from fusedconv.kernels.cuda.sm90_weight import WeightSm90
+from fusedconv.kernels.cuda.strips_sm90 import StripsSm90
 from fusedconv.kernels.cuda.transposing import (
     has_whole_vectors,
     transpose_to_channels_last,
@@ -120,6 +122,11 @@ COPY_HOST = 8.0
 PLANE_COSTS = dataclasses.replace(RUN_COSTS, crowded_byte=0.053)
 
 
+def _run_costs(problem: BackwardProblem) -> RunCostConstants:
+    """Of the convolution of the output's gradient, or of its planes."""
+    return PLANE_COSTS if splits_grad(problem) else RUN_COSTS
+
+
 class GradientsSm90(BackwardKernel):
     """One way to form products: rows that convolve the output's gradient, and how the weight's
     gradient is summed."""
@@ -135,19 +142,28 @@ class GradientsSm90(BackwardKernel):
         self._weight = WeightSm90(math)
 
     def input_row(self, problem: BackwardProblem, device: Device) -> RunsSm90 | Support:
-        """The row that computes the input's gradient."""
+        """The row that computes the input's gradient: of those that do, the one that is estimated
+        to take least."""
         convolution = input_convolution(problem.forward)
         if isinstance(convolution, Support):
             return convolution
+        strided = is_strided(problem.forward)
         support = Support.no("no row convolves the output's gradient")
+        served = []
         for row in self._input_rows:
+            if strided and not row.packs_phases:
+                continue
             support = row.supports(convolution, device)
             if not support:
                 continue
             if row.chunk(convolution, row.config(convolution, device)) < problem.forward.batch:
-                return Support.no("the batch has more tiles than one launch takes")
-            return row
-        return support
+                support = Support.no("the batch has more tiles than one launch takes")
+                continue
+            served.append(row)
+        if not served:
+            return support
+        costs = _run_costs(problem)
+        return min(served, key=lambda row: row.estimate(convolution, device, costs))
 
     def supports(self, problem: BackwardProblem, device: Device) -> Support:
         convolution = input_convolution(problem.forward)
@@ -223,8 +239,7 @@ class GradientsSm90(BackwardKernel):
             row = self.input_row(problem, device)
             convolution = input_convolution(forward)
             assert isinstance(row, RunsSm90) and isinstance(convolution, ForwardProblem)
-            run_costs = PLANE_COSTS if splits else RUN_COSTS
-            total += row.estimate(convolution, device, run_costs)
+            total += row.estimate(convolution, device, _run_costs(problem))
         if "weight" in gradients:
             total += self._weight.milliseconds(forward, device)
         return total + scattered * len(gradients & {"input", "weight"})
@@ -427,16 +442,15 @@ class GradientsSm90Plan(BackwardPlan):
 def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltBackward("sm90_gradients", GradientsSm90.provider)]
-    runs = _C.sm90.runs
-    maths = dict.fromkeys(row.math for row in runs.rows())
-    return [
-        GradientsSm90(
-            math,
-            [
-                RunsSm90(runs, index, row, padded_lines=True)
-                for index, row in enumerate(runs.rows())
-                if row.math == math and not row.interleaves
-            ],
-        )
-        for math in maths
+    runs, strips = _C.sm90.runs, _C.sm90.strips
+    rows = [
+        RunsSm90(runs, index, row, padded_lines=True)
+        for index, row in enumerate(runs.rows())
+        if not row.interleaves
     ]
+    rows += [
+        StripsSm90(strips, index, row, padded_lines=True)
+        for index, row in enumerate(strips.rows())
+    ]
+    maths = dict.fromkeys(row.row.math for row in rows)
+    return [GradientsSm90(math, [row for row in rows if row.row.math == math]) for math in maths]

@@ -76,6 +76,9 @@ COSTS = CostConstants(main_loop=0.7946, staged_byte=0.04124, crowded_byte=0.07)
 class RunsSm90(InPlaceRow, Sm90Row):
     """A row of ``_C.sm90.runs.rows()``."""
 
+    #: Whether it packs a strided weight by phases, for convolutions of their planes.
+    packs_phases = True
+
     def cost(self, problem: ForwardProblem, device: Device) -> float:
         return self.estimate(problem, device, COSTS)
 

@@ -1,0 +1,93 @@
+// From a row's shape to its entry in the table: launcher and metadata.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "conv/sm90/strips/kernel.hpp"
+#include "conv/sm90/strips/params.hpp"
+#include "conv/sm90/strips/rows.hpp"
+#include "conv/sm90/tma.hpp"
+#include "cuda/launch.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::strips {
+
+// Of planes by sample and channel, `line` elements from one line to the next.
+inline MapAxes plane_axes(int width, int64_t line, int height, int channels, int batch) {
+  auto const pitch = cuuint64_t(line) * 2, plane = pitch * cuuint64_t(height),
+             sample = plane * cuuint64_t(channels);
+  MapAxes axes{};
+  axes.extents = {cuuint64_t(width), cuuint64_t(height), cuuint64_t(channels), cuuint64_t(batch),
+                  1};
+  axes.strides = {pitch, plane, sample, sample * cuuint64_t(batch)};
+  return axes;
+}
+
+inline Maps maps_of(Arguments const& a, Params const& p) {
+  Config const& config = a.config;
+  ConvProblem const& c = config.problem;
+  Shape const& shape = config.row->shape;
+  auto const encode = [&](void const* tensor, MapAxes const& axes) {
+    return encode_map(config.row->math, tensor, axes, config.row->name, c, a.batch);
+  };
+  Maps maps{};
+  MapAxes input = plane_axes(c.w, config.line, c.h, c.c, a.batch);
+  input.box = {cuuint32_t(shape.swizzled), 1, kChannels, 1, 1};
+  input.swizzle = shape.swizzled == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  maps.parts = encode(a.input, input);
+  if (shape.tails() > 0) {
+    input.box[0] = cuuint32_t(shape.tails() * kGranule);
+    input.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+    maps.tails = encode(a.input, input);
+  }
+  if (!p.copies) return maps;
+  MapAxes output = plane_axes(c.q, c.q, c.p, c.k, a.batch);
+  output.box = {cuuint32_t(shape.portion()), 1, kStepChannels, 1, 1};
+  if (shape.portion() == 64) output.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  maps.output = encode(a.output, output);
+  return maps;
+}
+
+template <class Traits>
+void launch(Arguments const& a, cudaStream_t stream) {
+  Config const& config = a.config;
+  Schedule const& s = config.schedule;
+  FUSEDCONV_CHECK(a.activation == Activation::kIdentity, config.row->name, ": activation: got ",
+                  name_of(a.activation), ", expected identity");
+  int64_t const lines = int64_t(a.batch) * config.problem.p;
+  FUSEDCONV_CHECK(lines <= kMostLines, config.row->name, ": lines of the output: got ", lines,
+                  ", expected at most ", kMostLines);
+  Params const p = Params::of(a);
+  int64_t const blocks = int64_t(s.strips) * s.blocks_n * s.sets;
+  check_launch(config, a.batch, "cudaFuncSetAttribute",
+               device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
+  check_launch(config, a.batch, "launch",
+               device::launch(&convolve<Traits>, unsigned(blocks), Traits::kThreads, s.shared_bytes,
+                              stream, p, maps_of(a, p)));
+}
+
+template <Math kMath, Shape kShape>
+void append_row(std::vector<Row>& rows) {
+  rows.push_back({.name = detail::join("sm90_strips_", traits_of(kMath).name, "_",
+                                       kShape.positions, "_", kShape.before),
+                  .math = kMath,
+                  .shape = kShape,
+                  .launch = &launch<Traits<kMath, kShape>>});
+}
+
+// Strips of 128 where a line is about a multiple of that, of 88 where it is a few more: outputs of
+// lines of 256 have 258.
+template <Math kMath>
+void append_rows(std::vector<Row>& rows) {
+  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 0, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 1, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 2, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 0, .stages = 5}>(rows);
+  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 1, .stages = 5}>(rows);
+  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 2, .stages = 5}>(rows);
+}
+
+}  // namespace fusedconv::conv::sm90::strips

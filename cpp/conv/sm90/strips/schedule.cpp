@@ -1,0 +1,59 @@
+#include "conv/sm90/strips/schedule.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "conv/sm90/schedule.hpp"
+#include "fusedconv/check.hpp"
+
+namespace fusedconv::conv::sm90::strips {
+namespace {
+
+Schedule refused(std::string reason) {
+  Schedule result;
+  result.support = Support::no(std::move(reason));
+  return result;
+}
+
+}  // namespace
+
+Schedule schedule_of(ConvProblem const& p, Shape const& shape, Math math, Layout layout,
+                     bool aligned, bool padded_lines, Device const& device) {
+  if (device.architecture != kArchitecture) {
+    return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
+                                kArchitecture % 10, ", the device has ", device.architecture / 10,
+                                ".", device.architecture % 10));
+  }
+  if (traits_of(math).element_bytes() != 2) return refused("the row is not of 16 bits");
+  if (layout != Layout::kChannelsFirst) return refused("reads NCHW; the input is channels last");
+  if (p.d != 1 || p.z != 1 || p.t != 1) return refused("serves planes; the problem has depth");
+  if (p.r != kTaps || p.s != kTaps || p.dilation_h != 1 || p.dilation_w != 1) {
+    return refused(detail::join("its filter is 3 x 3 neighbours, not ", p.r, " x ", p.s,
+                                " with dilation ", p.dilation_h, " x ", p.dilation_w));
+  }
+  if (p.lower_padding_w != shape.before) {
+    return refused(detail::join("reads ", shape.before, " columns before an output's, not ",
+                                p.lower_padding_w));
+  }
+  if (p.c > kChannels) {
+    return refused(detail::join("has ", p.c, " input channels, up to ", kChannels, " are served"));
+  }
+  if (!aligned || (!padded_lines && p.w % kGranule != 0)) {
+    return refused(detail::join("the input's lines are no multiples of 16 bytes: ", p.w, " times 2",
+                                aligned ? "" : ", or its address is none"));
+  }
+  if (shape.shared_bytes() > device.shared_bytes) {
+    return refused(detail::join("its ring takes ", shape.shared_bytes(), " bytes of the ",
+                                device.shared_bytes, " of shared memory"));
+  }
+  Schedule s;
+  s.strips = int(ceil_div(p.q, shape.positions));
+  s.blocks_n = int(ceil_div(p.k, kChannels));
+  s.sets = std::max(1, device.multiprocessors / (s.strips * s.blocks_n));
+  s.filter_bytes = int64_t(s.blocks_n) * kProducts * kChannels * kStepChannels * 2;
+  s.shared_bytes = shape.shared_bytes();
+  return s;
+}
+
+}  // namespace fusedconv::conv::sm90::strips

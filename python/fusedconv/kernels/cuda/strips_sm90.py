@@ -1,0 +1,87 @@
+"""Convolutions with 3 x 3 taps and up to 64 input channels on Hopper (sm_90a), NCHW of 16 bits, by
+blocks that go down strips of the image.
+
+The filter stays in registers, and lines of the input are read from shared memory as they lie, with
+a copy for each tap of a filter's row. What they store is the convolution with its bias: GroupNorm
+and the activation in front of it are one pass behind. They serve transposed convolutions without
+padding, and their input's gradient. A row is a strip's width and the columns that the filter reads
+before an output's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fusedconv import _C
+from fusedconv.device import Device
+from fusedconv.kernels.cuda.conditions import FAMILIES, NotBuiltForward
+from fusedconv.kernels.cuda.convolution import InPlaceRow
+from fusedconv.kernels.cuda.program import ForwardProgram
+from fusedconv.kernels.cuda.sm90_runs import CostConstants, RunsSm90
+from fusedconv.norms import KINDS
+from fusedconv.plan import Kernel
+from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
+from fusedconv.support import Support
+
+#: Lines of a launch, which are counted in 32 bits.
+MOST_LINES = 1 << 30
+
+#: Products of a line: taps times steps of 16 channels. Cycles of each for two positions.
+_PRODUCTS = 36
+_POSITIONS_PER_CYCLE = 2
+#: What products take of what the estimate of the runs says of theirs.
+_OVER_RUNS = 0.8
+#: Lines of a segment's halo, and cycles of a block before its first line and behind its last.
+_HALO = 2
+_BLOCK = 6000.0
+
+
+class StripsSm90(RunsSm90):
+    """A row of ``_C.sm90.strips.rows()``."""
+
+    packs_phases = False
+
+    def supports(self, problem: ForwardProblem, device: Device) -> Support:
+        support = super().supports(problem, device)
+        if not support or self._stores_plainly(problem) or self.streams_norm(problem, device):
+            return support
+        return Support.no("stores the convolution with its bias alone, not what is activated")
+
+    def estimate(self, problem: ForwardProblem, device: Device, costs: CostConstants) -> float:
+        """Milliseconds of a supported problem, were the constants of the runs these."""
+        config = self.config(problem, device)
+        chunk = self.chunk(problem, config)
+        lines = math.ceil(chunk * problem.output_spatial[-2] / config.sets)
+        lines += _HALO * (math.ceil(lines / problem.output_spatial[-2]) + 1)
+        product = self.row.positions / _POSITIONS_PER_CYCLE * costs.main_loop * _OVER_RUNS
+        rounds = math.ceil(config.strips * config.blocks_n / max(1, device.multiprocessors))
+        cycles = (lines * _PRODUCTS * product + _BLOCK) * rounds
+        chunks = -(-problem.batch // chunk)
+        size = problem.dtype.itemsize
+        moved = (problem.input_elements * config.blocks_n + problem.output_elements) * size
+        conv = max(
+            chunks * cycles * 1e3 / device.clock_hertz, device.copy_milliseconds(moved)
+        )
+        return conv + self.milliseconds_beside(problem, device, chunks)
+
+    def most_samples(self, problem: ForwardProblem, config: Any) -> int:
+        return MOST_LINES // problem.output_spatial[-2]
+
+    def streams_norm(self, problem: ForwardProblem, device: Device) -> bool:
+        return self.can_stream_norm(problem, device)
+
+    def finish(self, program: ForwardProgram, config: Any, input: Any, partials: Any) -> None:
+        InPlaceRow.finish(self, program, config, input, partials)
+
+    def _stores_plainly(self, problem: ForwardProblem) -> bool:
+        form = act_norm_act(problem.epilogue, frozenset(KINDS))
+        assert isinstance(form, ActNormAct)
+        return form.before == "identity" or problem.saves_conv_output
+
+
+def kernels() -> list[Kernel]:
+    if "sm90" not in FAMILIES:
+        return [NotBuiltForward("sm90_strips", "cutlass_sm90")]
+    room = _C.sm90.strips
+    return [StripsSm90(room, index, row) for index, row in enumerate(room.rows())]

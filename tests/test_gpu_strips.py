@@ -57,7 +57,7 @@ def random_problem(kernel, generator: random.Random) -> dict:
         "groups": groups,
         "bias": generator.random() < 0.7,
         # Where nothing is behind, what is activated is not theirs.
-        "activation": generator.choice(list(ACTIVATIONS)) if saves or groups else "identity",
+        "activation": generator.choice(list(ACTIVATIONS)) if saves or groups else None,
         "order": generator.choice(ORDERS),
         "saves": saves,
     }
@@ -164,7 +164,7 @@ def test_few_lines_of_many_samples(kernel, force):
         "padding": [1, 2 - kernel.row.before],
         "dilation": [1, 1],
         "bias": True,
-        "activation": "identity",
+        "activation": None,
         "saves": False,
     }
     assert fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)

@@ -6,6 +6,7 @@
 
 #include "conv/sm90/strips/params.hpp"
 #include "conv/sm90/strips/traits.hpp"
+#include "conv/sm90/strips/vectors.hpp"
 #include "conv/sm90/wait.hpp"
 #include "cuda/async.hpp"
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -24,6 +25,7 @@ __device__ __forceinline__ void bring_lines(Params const& p, Maps const& maps, B
   uint32_t n = 0;
   for (Segments segment(p, block); segment.advance(p);) {
     int const last = segment.first + segment.lines + kTaps - 1 - p.lower_h;
+#pragma unroll 1
     for (int line = segment.first - p.lower_h; line < last; ++line, ++n) {
       Slot<kShape.stages> const slot(n);
       uint64_t* const brought = &barriers.brought[slot.stage];
@@ -45,121 +47,137 @@ __device__ __forceinline__ void bring_lines(Params const& p, Maps const& maps, B
   }
 }
 
-__device__ __forceinline__ uint4 load_vector(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
-__device__ __forceinline__ void store_vector(uint32_t address, uint4 const& v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // The upper half of a word and the lower half of the one behind it.
 __device__ __forceinline__ uint32_t between(uint32_t word, uint32_t behind) {
   return __funnelshift_r(word, behind, 16);
 }
 
-// A lane's part of making copies: eight lanes have 128 bytes of shared memory side by side.
+// A lane's part of making copies: eight lanes have 128 bytes of shared memory side by side, and a
+// warp's channels follow each other by as many bytes as its turns. What is read and stored of a
+// turn is at distances that the lane finds out once.
 template <class Traits>
 class LineCopies {
  public:
   // shared: where the ring begins.
   __device__ __forceinline__ LineCopies(uint32_t shared, int warp, int lane)
-      : shared_(shared), warp_(warp), channel_(lane / kUnits), unit_(lane % kUnits) {}
+      : turns_((kGroups - warp + kCopyWarps - 1) / kCopyWarps) {
+    int const unit = lane % kUnits, channel = warp * kOwnChannels + lane / kUnits;
+    uint32_t const turn = kUnits == 4 ? channel / 2 % 4 : channel % 8;
+    uint32_t const start = shared + channel * kShape.pitch();
+    own_ = start + (unit ^ turn) * kVectorBytes;
+#pragma unroll
+    for (int count = 1; count <= kBehind; ++count) {
+      bool const crosses = unit + count >= kUnits;
+      int const other = (unit + count) % kUnits;
+      behind_[count - 1] =
+          start + (other ^ turn) * kVectorBytes + (crosses ? kShape.part_bytes() : 0);
+      if constexpr (kShape.tails() > 0) {
+        int const tail = channel * kShape.tails() + min(other, kShape.tails() - 1);
+        tail_[count - 1] = crosses ? shared + kShape.tails_at() + tail * kVectorBytes : 0;
+      }
+    }
+  }
 
   __device__ __forceinline__ void make(int stage) const {
-    if constexpr (kShape.lead() > 0) {
-      make_behind_lead(stage);
-    } else {
-      make_from_start(stage);
+    uint32_t const line = stage * kShape.line_bytes(), tails = stage * kShape.tail_bytes();
+#pragma unroll 2
+    for (int turn = 0; turn < turns_; ++turn) {
+      make(turn % 2, line + turn * kTurnBytes, tails + turn * kTurnTailBytes);
     }
   }
 
  private:
   static constexpr Shape kShape = Traits::kShape;
+  static constexpr int kParts = kShape.parts();
   static constexpr int kUnits = Traits::kUnits;
   static constexpr int kOwnChannels = 32 / kUnits;  // of a warp at a time
+  static constexpr int kGroups = kChannels / kOwnChannels;
+  static constexpr int kTurnBytes = kCopyWarps * kOwnChannels * kShape.pitch();
+  static constexpr int kTurnTailBytes =
+      kCopyWarps * kOwnChannels * kShape.tails() * kVectorBytes;
+  static constexpr int kBehind = kShape.before == 1 ? 2 : 1;  // vectors that are read behind
 
-  __device__ __forceinline__ static uint32_t offset(int part, int channel, int unit) {
-    int const turned = unit ^ (kUnits == 4 ? channel / 2 % 4 : channel % 8);
-    return part * kShape.part_bytes() + channel * kShape.pitch() + turned * kVectorBytes;
+  // Every other turn's channels are four behind a multiple of eight, which swizzles of 128 bytes
+  // have half of a line's vectors change places by.
+  static constexpr uint32_t kOdd = kTurnBytes % 1024 / 512 * (kUnits == 8 ? 64 : 0);
+
+  // Of the lane's vector in a part, and of the one so many behind it.
+  __device__ __forceinline__ uint32_t own(int odd, int part, uint32_t line) const {
+    return (own_ ^ odd * kOdd) + line + part * kShape.part_bytes();
   }
-  // Of the vector so many behind the lane's in a part.
-  __device__ __forceinline__ uint32_t behind(int stage, int part, int channel, int count) const {
-    uint32_t const line = shared_ + stage * kShape.line_bytes();
-    int const unit = unit_ + count;
-    if (unit < kUnits) return line + offset(part, channel, unit);
-    if (part + 1 < kShape.parts()) return line + offset(part + 1, channel, unit - kUnits);
+  __device__ __forceinline__ uint32_t behind(int odd, int part, int count, uint32_t line,
+                                             uint32_t tails) const {
+    uint32_t const inner =
+        (behind_[count - 1] ^ odd * kOdd) + line + part * kShape.part_bytes();
+    if (part + 1 < kParts) return inner;
     if constexpr (kShape.tails() > 0) {
-      int const tail = min(unit - kUnits, kShape.tails() - 1);
-      return shared_ + kShape.tails_at() + stage * kShape.tail_bytes() +
-             (channel * kShape.tails() + tail) * kVectorBytes;
+      return tail_[count - 1] != 0 ? tail_[count - 1] + tails : inner;
     }
-    return line + offset(part, channel, 0);  // of no product's positions
+    return inner;  // behind the last part: of no product's positions
   }
 
-  // The first copy is what was brought; vectors are read once more than they are stored.
-  __device__ __forceinline__ void make_from_start(int stage) const {
-    constexpr int kTasks = kShape.parts() * kChannels / kOwnChannels;
-#pragma unroll 2
-    for (int task = warp_; task < kTasks; task += kCopyWarps) {
-      int const part = task % kShape.parts();
-      int const channel = task / kShape.parts() * kOwnChannels + channel_;
-      uint32_t const own = shared_ + stage * kShape.line_bytes() + offset(part, channel, unit_);
-      uint4 const v = load_vector(own);
-      uint32_t const next = device::load_word(behind(stage, part, channel, 1));
-      store_vector(own + kShape.copy_bytes(), {between(v.x, v.y), between(v.y, v.z),
-                                               between(v.z, v.w), between(v.w, next)});
-      store_vector(own + 2 * kShape.copy_bytes(), {v.y, v.z, v.w, next});
+  __device__ __forceinline__ void make(int odd, uint32_t line, uint32_t tails) const {
+    if constexpr (kShape.lead() > 0) {
+      make_behind_lead(odd, line, tails);
+    } else {
+      make_from_start(odd, line, tails);
+    }
+  }
+
+  // The first copy is what was brought.
+  __device__ __forceinline__ void make_from_start(int odd, uint32_t line, uint32_t tails) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t const at = own(odd, part, line);
+      uint4 const v = load_vector(at);
+      uint32_t const next = device::load_word(behind(odd, part, 1, line, tails));
+      store_vector(at + kShape.copy_bytes(), {between(v.x, v.y), between(v.y, v.z),
+                                              between(v.z, v.w), between(v.w, next)});
+      store_vector(at + 2 * kShape.copy_bytes(), {v.y, v.z, v.w, next});
     }
   }
 
   // The first position that is read is one or two in front of the lead's end: the first copy takes
   // the place of what was brought. A warp has channels of its own, and reads before it stores.
-  __device__ __forceinline__ void make_behind_lead(int stage) const {
-    constexpr int kParts = kShape.parts();
-    for (int first = warp_ * kOwnChannels; first < kChannels; first += kCopyWarps * kOwnChannels) {
-      int const channel = first + channel_;
-      uint32_t const line = shared_ + stage * kShape.line_bytes();
-      uint32_t before[kParts], last[kParts];
-      uint4 next[kParts];
+  __device__ __forceinline__ void make_behind_lead(int odd, uint32_t line, uint32_t tails) const {
+    constexpr int kTogether = Traits::kCopyRegisters < 40 ? 1 : kParts;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        before[part] = device::load_word(line + offset(part, channel, unit_) + 12);
-        next[part] = load_vector(behind(stage, part, channel, 1));
-        if constexpr (kShape.before == 1) {
-          last[part] = device::load_word(behind(stage, part, channel, 2));
-        }
+    for (int first = 0; first < kParts; first += kTogether) {
+      uint32_t before[kTogether], last[kTogether];
+      uint4 next[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        int const part = first + i;
+        before[i] = device::load_word(own(odd, part, line) + 12);
+        next[i] = load_vector(behind(odd, part, 1, line, tails));
+        if constexpr (kBehind > 1) last[i] = device::load_word(behind(odd, part, 2, line, tails));
       }
       __syncwarp();
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        uint32_t const own = line + offset(part, channel, unit_);
-        uint32_t const b = before[part];
-        uint4 const& v = next[part];
-        uint4 const half = {between(b, v.x), between(v.x, v.y), between(v.y, v.z),
-                            between(v.z, v.w)};
-        if constexpr (kShape.before == 2) {
-          store_vector(own, {b, v.x, v.y, v.z});
-          store_vector(own + kShape.copy_bytes(), half);
-          store_vector(own + 2 * kShape.copy_bytes(), v);
-        } else {
-          store_vector(own, half);
-          store_vector(own + kShape.copy_bytes(), v);
-          store_vector(own + 2 * kShape.copy_bytes(),
-                       {half.y, half.z, half.w, between(v.w, last[part])});
-        }
+      for (int i = 0; i < kTogether; ++i) {
+        store_behind_lead(own(odd, first + i, line), before[i], next[i], last[i]);
       }
     }
   }
+  __device__ __forceinline__ static void store_behind_lead(uint32_t at, uint32_t before,
+                                                           uint4 const& v, uint32_t last) {
+    uint4 const half = {between(before, v.x), between(v.x, v.y), between(v.y, v.z),
+                        between(v.z, v.w)};
+    if constexpr (kShape.before == 2) {
+      store_vector(at, {before, v.x, v.y, v.z});
+      store_vector(at + kShape.copy_bytes(), half);
+      store_vector(at + 2 * kShape.copy_bytes(), v);
+    } else {
+      store_vector(at, half);
+      store_vector(at + kShape.copy_bytes(), v);
+      store_vector(at + 2 * kShape.copy_bytes(), {half.y, half.z, half.w, between(v.w, last)});
+    }
+  }
 
-  uint32_t shared_;
-  int warp_, channel_, unit_;
+  int turns_;
+  // In the first line's first part: the lane's vector, and those behind it.
+  uint32_t own_, behind_[kBehind];
+  uint32_t tail_[kBehind];  // those behind the last part; 0 where they lie in it
 };
 
 // By a warp.
@@ -169,16 +187,17 @@ __device__ __forceinline__ void make_copies(Params const& p, Block const& block,
   constexpr int kStages = Traits::kShape.stages;
   int const lane = int(threadIdx.x % 32u);
   LineCopies<Traits> const copies(shared, warp, lane);
-  uint32_t n = 0;
-  for (Segments segment(p, block); segment.advance(p);) {
-    for (int left = segment.lines + kTaps - 1; left > 0; --left, ++n) {
-      Slot<kStages> const slot(n);
-      wait_for(&barriers.brought[slot.stage], slot.parity);
-      copies.make(slot.stage);
-      device::fence_async_proxy();  // products read what was stored
-      __syncwarp();
-      if (lane == 0) device::arrive(&barriers.copied[slot.stage]);
-    }
+  uint32_t lines = 0;
+#pragma unroll 1
+  for (Segments segment(p, block); segment.advance(p);) lines += segment.lines + kTaps - 1;
+#pragma unroll 1
+  for (uint32_t n = 0; n < lines; ++n) {
+    Slot<kStages> const slot(n);
+    wait_for(&barriers.brought[slot.stage], slot.parity);
+    copies.make(slot.stage);
+    device::fence_async_proxy();  // products read what was stored
+    __syncwarp();
+    if (lane == 0) device::arrive(&barriers.copied[slot.stage]);
   }
 }
 

@@ -117,18 +117,21 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
   for (Segments segment(p, block); segment.advance(p);) {
     int const lines = segment.lines + kTaps - 1;
     int passed = min(index, segment.lines);
+#pragma unroll 1
     for (int i = 0; i < passed; ++i) consumer.pass(n + i);
+#pragma unroll 1
     for (int line = index; line < segment.lines; line += kConsumers) {
       float sums[Traits::kSums];
       consumer.multiply(n + line, sums);
       outputs.store(p, maps, segment.sample, segment.first + line, column, sums);
       passed = line + kConsumers;
     }
+#pragma unroll 1
     for (; passed < lines; ++passed) consumer.pass(n + passed);
     n += lines;
   }
   // Shared memory lives until all copies have read it.
-  if (p.copies && lane == 0) device::wait_stores_read();
+  if (p.tensor_copies && lane == 0) device::wait_stores_read();
 }
 
 template <class Traits>

@@ -43,7 +43,7 @@ inline Maps maps_of(Arguments const& a, Params const& p) {
     input.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
     maps.tails = encode(a.input, input);
   }
-  if (!p.copies) return maps;
+  if (!p.tensor_copies) return maps;
   MapAxes output = plane_axes(c.q, c.q, c.p, c.k, a.batch);
   output.box = {cuuint32_t(shape.portion()), 1, kStepChannels, 1, 1};
   if (shape.portion() == 64) output.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
@@ -78,8 +78,8 @@ void append_row(std::vector<Row>& rows) {
                   .launch = &launch<Traits<kMath, kShape>>});
 }
 
-// Strips of 128 where a line is about a multiple of that, of 88 where it is a few more: outputs of
-// lines of 256 have 258.
+// Strips of 128, and of 88 for outputs a few positions wider than a multiple of it: of lines of 256
+// they have 258.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
   append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 0, .stages = 4}>(rows);

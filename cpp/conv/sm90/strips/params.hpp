@@ -21,8 +21,8 @@ struct Params {
   int line_count;  // of the output, all samples'
   int sets;
   cutlass::FastDivmod strips, blocks_n, lines;  // lines: of a sample
-  bool copies;  // tensor copies store the output
-  bool pairs;   // else so do stores of two neighbours
+  bool tensor_copies;  // store the output
+  bool pairs;          // its lines are whole words
 
   static Params of(Arguments const& a) {
     Config const& config = a.config;
@@ -42,7 +42,7 @@ struct Params {
     p.strips = cutlass::FastDivmod(s.strips);
     p.blocks_n = cutlass::FastDivmod(s.blocks_n);
     p.lines = cutlass::FastDivmod(c.p);
-    p.copies = c.q % kGranule == 0 && address % kVectorBytes == 0;
+    p.tensor_copies = c.q % kGranule == 0 && address % kVectorBytes == 0;
     p.pairs = c.q % 2 == 0 && address % 4 == 0;
     return p;
   }

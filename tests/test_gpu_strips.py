@@ -20,6 +20,9 @@ from fusedconv.registry import registry
 pytestmark = pytest.mark.gpu
 
 ROWS = [k for k in registry().kernels() if isinstance(k, StripsSm90)]
+#: Those of outputs as wide as the input. Others' lines are whole 16 bytes where the input's are
+#: padded, as output gradients are.
+FORWARD = [kernel for kernel in ROWS if kernel.row.before == 1]
 names = {"ids": lambda kernel: kernel.name}
 #: Of each row; together more than 2**8.
 RANDOM_PROBLEMS = 25
@@ -32,15 +35,15 @@ def on_hopper():
 
 
 def random_sizes(padding: int, generator: random.Random) -> dict:
-    """Of lines of whole 16 bytes, a strip's width and a few more among them; ``padding`` along
-    width."""
+    """Inputs with lines of whole 16 bytes, a strip's width and a few more among them; ``padding``
+    along width."""
     return {
         "batch": generator.randint(1, 4),
         "channels": generator.choice((1, 5, 16, 33, 63, 64)),
         "out": generator.choice((1, 5, 24, 64, 65, 130)),
         "spatial": [
             generator.randint(6, generator.choice((8, 40, 150))),
-            8 * generator.choice((2, 3, 10, 11, 12, 16, 17, 32, 33)),
+            8 * generator.choice((2, 3, 7, 8, 9, 15, 16, 17, 32, 33)),
         ],
         "kernel": [3, 3],
         "padding": [generator.randint(0, 2), padding],
@@ -50,7 +53,7 @@ def random_sizes(padding: int, generator: random.Random) -> dict:
 
 
 def random_problem(kernel, generator: random.Random) -> dict:
-    case = random_sizes(2 - kernel.row.before, generator)
+    case = random_sizes(1, generator)
     saves = generator.random() < 0.5
     groups = generator.choice((None, 1, case["out"]))
     return case | {
@@ -63,7 +66,7 @@ def random_problem(kernel, generator: random.Random) -> dict:
     }
 
 
-@pytest.mark.parametrize("kernel", ROWS, **names)
+@pytest.mark.parametrize("kernel", FORWARD, **names)
 def test_random_problems(kernel, force):
     force(kernel.name)
     generator = random.Random(kernel.name)
@@ -75,7 +78,7 @@ def test_random_problems(kernel, force):
 
 @pytest.mark.parametrize("kernel", ROWS, **names)
 def test_random_input_gradients(kernel, force, monkeypatch):
-    """Of output gradients whose lines are padded: their widths are any."""
+    """Of output gradients whose lines are padded."""
     (family,) = (
         k
         for k in registry().kernels()
@@ -89,7 +92,6 @@ def test_random_input_gradients(kernel, force, monkeypatch):
     for _ in range(RANDOM_PROBLEMS):
         case = random_sizes(kernel.row.before, generator)
         case["channels"], case["out"] = case["out"], case["channels"]
-        case["spatial"][1] += generator.choice((0, 0, 1, 4, 6))
         geometry = {name: case[name] for name in ("padding", "dilation")}
         tensors = operands(case, dtype)
         output = eager(*tensors, **geometry)
@@ -107,7 +109,7 @@ def test_random_input_gradients(kernel, force, monkeypatch):
         assert torch.equal(actual, again), case
 
 
-@pytest.mark.parametrize("kernel", ROWS, **names)
+@pytest.mark.parametrize("kernel", FORWARD, **names)
 def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
     force(kernel.name)
     dtype = DTYPES[kernel.precision]
@@ -115,7 +117,7 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
     weight = (torch.randn(64, 72, 3, 3, device="cuda") * 0.05).to(dtype)
 
     def run():
-        return conv_transpose_act_norm(x, weight, None, padding=(0, 2 - kernel.row.before))
+        return conv_transpose_act_norm(x, weight, None, padding=(0, 1))
 
     first = run()
     torch.cuda.synchronize()
@@ -128,7 +130,7 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
         assert torch.equal(run(), first), repetition
 
 
-@pytest.mark.parametrize("kernel", ROWS, **names)
+@pytest.mark.parametrize("kernel", FORWARD, **names)
 def test_infinity_reaches_what_reads_it_alone(kernel, force):
     """And NaN: of the positions, channels and lines beside a block's, nothing is multiplied."""
     force(kernel.name)
@@ -143,14 +145,14 @@ def test_infinity_reaches_what_reads_it_alone(kernel, force):
     ):
         x[place] = value
     weight = (torch.rand(24, 40, 3, 3, device="cuda") + 0.5).to(dtype)
-    padding = (0, 2 - kernel.row.before)
+    padding = (0, 1)
     result = conv_transpose_act_norm(x, weight, None, padding=padding)
     expected = torch.nn.functional.conv_transpose2d(x.double(), weight.double(), padding=padding)
     assert torch.equal(result.isfinite(), expected.isfinite())
     assert torch.equal(result.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("kernel", ROWS, **names)
+@pytest.mark.parametrize("kernel", FORWARD, **names)
 def test_few_lines_of_many_samples(kernel, force):
     """Blocks go from a sample to the next after every line."""
     force(kernel.name)
@@ -161,7 +163,7 @@ def test_few_lines_of_many_samples(kernel, force):
         "groups": None,
         "spatial": [1, 64],
         "kernel": [3, 3],
-        "padding": [1, 2 - kernel.row.before],
+        "padding": [1, 1],
         "dilation": [1, 1],
         "bias": True,
         "activation": None,

@@ -18,7 +18,10 @@ from fusedconv.kernels.cuda.strips_sm90 import StripsSm90
 from fusedconv.registry import registry
 from fusedconv.selection import choose
 
+FAMILIES = [kernel for kernel in registry().kernels() if isinstance(kernel, GradientsSm90)]
 KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, StripsSm90)]
+#: The same, as they convolve output gradients, whose lines are padded: of any width.
+ROWS = [row for family in FAMILIES for row in family._input_rows if isinstance(row, StripsSm90)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
 names = {"ids": lambda kernel: kernel.name}
 H200 = KNOWN[90]
@@ -26,40 +29,43 @@ H200 = KNOWN[90]
 MATHS = {"fp16": "f16", "bf16": "bf16"}
 
 
-def plain(precision: str, *, before: int = 2, out: int = 64, taps: int = 3, **changes):
-    """System 1's convolution and its bias, changed."""
+def plain(precision: str, *, before: int = 1, out: int = 64, taps: int = 3, **changes):
+    """A convolution of system 1's size, of outputs of 256 x 256, and its bias, changed."""
     padding = taps - 1 - before
-    channels = changes.get("channels", 64)
-    conv = geometry_of(
-        torch.empty(channels, out, taps, taps, device="meta"), padding=(0, padding)
-    )
-    fields = {"conv": conv, "norm": None, "epilogue": (fusedconv.Bias(),), **changes}
-    return system_1(precision, **fields)
+    channels, width = changes.get("channels", 64), changes.pop("width", 256)
+    weight = torch.empty(channels, out, taps, taps, device="meta")
+    fields = {
+        "conv": geometry_of(weight, padding=(1, padding)),
+        "spatial": (256, width + 2 * padding - taps + 1),
+        "norm": None,
+        "epilogue": (fusedconv.Bias(),),
+    }
+    return system_1(precision, **{**fields, **changes})
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
-@pytest.mark.parametrize("width", [8, 88, 96, 128, 256, 264, 1024])
+@pytest.mark.parametrize("row", ROWS, **names)
+@pytest.mark.parametrize("width", [8, 64, 72, 128, 256, 264, 1024])
 @pytest.mark.parametrize("out", [1, 64, 65, 300])
-def test_blocks_cover_the_output(kernel, width, out):
-    made = plain(kernel.precision, before=kernel.row.before, out=out, spatial=(40, width))
-    assert kernel.supports(made, H200)
-    config = kernel.config(made, H200)
-    columns = made.output_spatial[1]
-    assert (config.strips - 1) * kernel.row.positions < columns
-    assert columns <= config.strips * kernel.row.positions
+def test_blocks_cover_the_output(row, width, out):
+    made = plain(row.precision, before=row.row.before, out=out, width=width)
+    assert row.supports(made, H200)
+    config = row.config(made, H200)
+    assert made.output_spatial == (256, width)
+    assert (config.strips - 1) * row.row.positions < width <= config.strips * row.row.positions
     assert config.blocks_n == math.ceil(out / 64)
     blocks = config.sets * config.strips * config.blocks_n
     assert config.sets == 1 or blocks <= H200.multiprocessors
     assert config.filter_bytes == config.blocks_n * 64 * 64 * 9 * 2
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
-def test_what_a_block_holds(kernel):
+@pytest.mark.parametrize("row", ROWS, **names)
+def test_what_a_block_holds(row):
     """Three copies of each line, what they are made of behind it, and what is stored."""
-    config = kernel.config(plain(kernel.precision, before=kernel.row.before), H200)
-    width = {88: 96, 128: 128}[kernel.row.positions]
-    ring = kernel.row.stages * 3 * 64 * width * 2
-    assert ring < config.shared_bytes <= H200.shared_bytes
+    config = row.config(plain(row.precision, before=row.row.before), H200)
+    ring = row.row.stages * 3 * 64 * row.row.positions * 2
+    tails = row.row.stages * 64 * 16 * (2 if row.row.before == 1 else 1)
+    stored = 2 * 64 * 64 * 2
+    assert ring + tails + stored < config.shared_bytes <= H200.shared_bytes
 
 
 @pytest.mark.parametrize("precision", list(MATHS))
@@ -68,36 +74,35 @@ def test_what_a_block_holds(kernel):
     [
         (dict(layout="nhwc"), "channels last"),
         (dict(channels=65), "has 65 input channels, up to 64 are served"),
-        (dict(taps=2, before=1), "its filter is 3 x 3 neighbours, not 2 x 2"),
-        (dict(spatial=(256, 255)), "lines are no multiples of 16 bytes: 255 times 2"),
+        (dict(taps=2), "its filter is 3 x 3 neighbours, not 2 x 2"),
+        (dict(width=255), "the input's lines are no multiples of 16 bytes: 255 times 2"),
         (dict(aligned=False), "or its address is none"),
-        (
-            dict(epilogue=(fusedconv.Bias(), fusedconv.Activation("gelu"))),
-            "stores the convolution with its bias alone",
-        ),
+        (dict(epilogue=(fusedconv.Bias(), fusedconv.Activation("gelu"))), "with its bias alone"),
     ],
 )
 def test_what_is_refused(changes, reason, precision):
     for kernel in KERNELS:
-        if kernel.precision == precision and kernel.row.before == changes.get("before", 2):
+        if kernel.precision == precision and kernel.row.before == 1:
             support = kernel.supports(plain(precision, **changes), H200)
             assert not support and reason in support.reason
 
 
-@pytest.mark.parametrize("kernel", KERNELS, **names)
-def test_columns_before_an_output(kernel):
+@pytest.mark.parametrize("row", ROWS, **names)
+def test_columns_before_an_output(row):
     for before in range(3):
-        support = kernel.supports(plain(kernel.precision, before=before), H200)
-        assert bool(support) == (before == kernel.row.before)
+        support = row.supports(plain(row.precision, before=before), H200)
+        assert bool(support) == (before == row.row.before)
+
+
+@pytest.mark.parametrize("row", ROWS, **names)
+def test_lines_of_the_output_are_whole(row):
+    support = row.supports(plain(row.precision, before=row.row.before, width=258), H200)
+    assert not support and "258 times 2" in support.reason
 
 
 def input_row(forward):
     """What convolves the output's gradient to the input's."""
-    (family,) = (
-        k
-        for k in registry().kernels()
-        if isinstance(k, GradientsSm90) and k.precision == forward.precision
-    )
+    (family,) = (family for family in FAMILIES if family.precision == forward.precision)
     backward = BackwardProblem(forward, forward.dtype, "nchw", True, frozenset({"input"}))
     return family.input_row(backward, H200)
 
@@ -109,10 +114,16 @@ def chosen(made) -> str:
 
 
 @pytest.mark.parametrize("precision", list(MATHS))
-def test_system_1_takes_them(precision):
+def test_system_1s_gradient_takes_them(precision):
+    """Its output's lines are of 258 elements: the forward pass is not theirs."""
     training = system_1(precision, save=True)
-    assert chosen(training) == f"sm90_strips_{MATHS[precision]}_88_2"
+    assert chosen(training) == f"sm90_runs_{MATHS[precision]}_2_0"
     assert input_row(training).name == f"sm90_strips_{MATHS[precision]}_128_0"
+
+
+@pytest.mark.parametrize("precision", list(MATHS))
+def test_outputs_as_wide_as_the_input_take_them(precision):
+    assert chosen(plain(precision)) == f"sm90_strips_{MATHS[precision]}_128_1"
 
 
 def test_strided_gradients_are_not_theirs():

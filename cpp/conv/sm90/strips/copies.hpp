@@ -35,14 +35,13 @@ __device__ __forceinline__ void bring_lines(Params const& p, Maps const& maps, B
 #pragma unroll
       for (int part = 0; part < kShape.parts(); ++part) {
         cute::SM90_TMA_LOAD_5D::copy(&maps.parts, brought, kHint,
-                                     target + part * kShape.part_bytes(),
-                                     column + part * kShape.swizzled, line, 0, segment.sample, 0);
+                                     target + part * kPartBytes,
+                                     column + part * kPart, line, 0, segment.sample, 0);
       }
-      if constexpr (kShape.tails() > 0) {
-        cute::SM90_TMA_LOAD_5D::copy(
-            &maps.tails, brought, kHint, shared + kShape.tails_at() + slot.stage * kShape.tail_bytes(),
-            column + kShape.parts() * kShape.swizzled, line, 0, segment.sample, 0);
-      }
+      cute::SM90_TMA_LOAD_5D::copy(
+          &maps.tails, brought, kHint,
+          shared + kShape.tails_at() + slot.stage * kShape.tail_bytes(),
+          column + kShape.positions, line, 0, segment.sample, 0);
     }
   }
 }
@@ -62,19 +61,17 @@ class LineCopies {
   __device__ __forceinline__ LineCopies(uint32_t shared, int warp, int lane)
       : turns_((kGroups - warp + kCopyWarps - 1) / kCopyWarps) {
     int const unit = lane % kUnits, channel = warp * kOwnChannels + lane / kUnits;
-    uint32_t const turn = kUnits == 4 ? channel / 2 % 4 : channel % 8;
-    uint32_t const start = shared + channel * kShape.pitch();
+    uint32_t const turn = channel % 8;
+    uint32_t const start = shared + channel * kPitch;
     own_ = start + (unit ^ turn) * kVectorBytes;
 #pragma unroll
     for (int count = 1; count <= kBehind; ++count) {
       bool const crosses = unit + count >= kUnits;
       int const other = (unit + count) % kUnits;
       behind_[count - 1] =
-          start + (other ^ turn) * kVectorBytes + (crosses ? kShape.part_bytes() : 0);
-      if constexpr (kShape.tails() > 0) {
-        int const tail = channel * kShape.tails() + min(other, kShape.tails() - 1);
-        tail_[count - 1] = crosses ? shared + kShape.tails_at() + tail * kVectorBytes : 0;
-      }
+          start + (other ^ turn) * kVectorBytes + (crosses ? kPartBytes : 0);
+      int const tail = channel * kShape.tails() + min(other, kShape.tails() - 1);
+      tail_[count - 1] = crosses ? shared + kShape.tails_at() + tail * kVectorBytes : 0;
     }
   }
 
@@ -89,31 +86,29 @@ class LineCopies {
  private:
   static constexpr Shape kShape = Traits::kShape;
   static constexpr int kParts = kShape.parts();
-  static constexpr int kUnits = Traits::kUnits;
+  static constexpr int kUnits = kPart / kGranule;
   static constexpr int kOwnChannels = 32 / kUnits;  // of a warp at a time
   static constexpr int kGroups = kChannels / kOwnChannels;
-  static constexpr int kTurnBytes = kCopyWarps * kOwnChannels * kShape.pitch();
+  static constexpr int kTurnBytes = kCopyWarps * kOwnChannels * kPitch;
   static constexpr int kTurnTailBytes =
       kCopyWarps * kOwnChannels * kShape.tails() * kVectorBytes;
   static constexpr int kBehind = kShape.before == 1 ? 2 : 1;  // vectors that are read behind
 
-  // Every other turn's channels are four behind a multiple of eight, which swizzles of 128 bytes
-  // have half of a line's vectors change places by.
-  static constexpr uint32_t kOdd = kTurnBytes % 1024 / 512 * (kUnits == 8 ? 64 : 0);
+  // Every other turn's channels are four behind a multiple of eight, by which a swizzle has half of
+  // a channel's vectors change places.
+  static_assert(kCopyWarps * kOwnChannels % 8 == 4);
+  static constexpr uint32_t kOdd = 4 * kVectorBytes;
 
   // Of the lane's vector in a part, and of the one so many behind it.
   __device__ __forceinline__ uint32_t own(int odd, int part, uint32_t line) const {
-    return (own_ ^ odd * kOdd) + line + part * kShape.part_bytes();
+    return (own_ ^ odd * kOdd) + line + part * kPartBytes;
   }
   __device__ __forceinline__ uint32_t behind(int odd, int part, int count, uint32_t line,
                                              uint32_t tails) const {
     uint32_t const inner =
-        (behind_[count - 1] ^ odd * kOdd) + line + part * kShape.part_bytes();
-    if (part + 1 < kParts) return inner;
-    if constexpr (kShape.tails() > 0) {
-      return tail_[count - 1] != 0 ? tail_[count - 1] + tails : inner;
-    }
-    return inner;  // behind the last part: of no product's positions
+        (behind_[count - 1] ^ odd * kOdd) + line + part * kPartBytes;
+    if (part + 1 < kParts || tail_[count - 1] == 0) return inner;
+    return tail_[count - 1] + tails;
   }
 
   __device__ __forceinline__ void make(int odd, uint32_t line, uint32_t tails) const {
@@ -138,25 +133,18 @@ class LineCopies {
   }
 
   // The first position that is read is one or two in front of the lead's end: the first copy takes
-  // the place of what was brought. A warp has channels of its own, and reads before it stores.
+  // the place of what was brought. A warp has channels of its own, and reads before it stores; of
+  // the part behind that are vectors as they were brought.
   __device__ __forceinline__ void make_behind_lead(int odd, uint32_t line, uint32_t tails) const {
-    constexpr int kTogether = Traits::kCopyRegisters < 40 ? 1 : kParts;
 #pragma unroll
-    for (int first = 0; first < kParts; first += kTogether) {
-      uint32_t before[kTogether], last[kTogether];
-      uint4 next[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        int const part = first + i;
-        before[i] = device::load_word(own(odd, part, line) + 12);
-        next[i] = load_vector(behind(odd, part, 1, line, tails));
-        if constexpr (kBehind > 1) last[i] = device::load_word(behind(odd, part, 2, line, tails));
-      }
+    for (int part = 0; part < kParts; ++part) {
+      uint32_t const at = own(odd, part, line);
+      uint32_t const before = device::load_word(at + 12);
+      uint4 const next = load_vector(behind(odd, part, 1, line, tails));
+      uint32_t last = 0;
+      if constexpr (kBehind > 1) last = device::load_word(behind(odd, part, 2, line, tails));
       __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        store_behind_lead(own(odd, first + i, line), before[i], next[i], last[i]);
-      }
+      store_behind_lead(at, before, next, last);
     }
   }
   __device__ __forceinline__ static void store_behind_lead(uint32_t at, uint32_t before,

@@ -23,12 +23,10 @@ namespace fusedconv::conv::sm90::strips {
 
 // Channels of neighbouring positions, in parts that follow each other, of a swizzle's eight
 // channels each. Addresses are counted by 16 bytes.
-template <class Traits>
 __device__ __forceinline__ uint64_t lines_operand(uint32_t shared) {
-  constexpr Shape kShape = Traits::kShape;
-  constexpr uint64_t kSwizzle = Traits::kUnits == 8 ? 1 : 2;  // of 128 or 64 bytes
-  return kSwizzle << 62 | uint64_t(8 * kShape.pitch() >> 4) << 32 |
-         uint64_t(kShape.part_bytes() >> 4) << 16 | shared >> 4;
+  constexpr uint64_t kSwizzle = 1;  // of 128 bytes
+  return kSwizzle << 62 | uint64_t(8 * kPitch >> 4) << 32 | uint64_t(kPartBytes >> 4) << 16 |
+         shared >> 4;
 }
 
 // A warpgroup that multiplies.
@@ -37,7 +35,7 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(Params const& p, Block const& block, Barriers& barriers,
                                       uint32_t shared)
-      : barriers_(barriers), ring_(lines_operand<Traits>(shared)) {
+      : barriers_(barriers), ring_(lines_operand(shared)) {
     uint4 const* const filter =
         p.filter + int64_t(block.channel0 / kChannels) * kProducts * kWarpgroupThreads +
         threadIdx.x % kWarpgroupThreads;
@@ -62,8 +60,7 @@ class Consumer {
       uint64_t const line = ring_ + slot.stage * (kShape.line_bytes() >> 4);
 #pragma unroll
       for (int i = 0; i < kTaps * kSteps; ++i) {
-        int const at =
-            i / kSteps * kShape.copy_bytes() + i % kSteps * kStepChannels * kShape.pitch();
+        int const at = i / kSteps * kShape.copy_bytes() + i % kSteps * kStepChannels * kPitch;
         sm90::multiply<typename Traits::Mma>(filter_[r * kTaps * kSteps + i], line + (at >> 4),
                                              sums, r + i > 0 ? ScaleOut::One : ScaleOut::Zero,
                                              Indices{});
@@ -110,8 +107,8 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
   Consumer<Traits> consumer(p, block, barriers, device::shared_address(shared));
   Outputs<Traits> const outputs(
       p, block,
-      shared + kShape.staged_at() + (index * kWarpgroupWarps + warp) * kShape.staged_bytes(), warp,
-      lane);
+      shared + kShape.staged_at() + index * kStagedBytes + warp * (kStagedBytes / kWarpgroupWarps),
+      warp, lane);
   int const column = block.strip * kShape.positions;
   uint32_t n = 0;  // of the segment's first line of input
   for (Segments segment(p, block); segment.advance(p);) {
@@ -123,7 +120,7 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
     for (int line = index; line < segment.lines; line += kConsumers) {
       float sums[Traits::kSums];
       consumer.multiply(n + line, sums);
-      outputs.store(p, maps, segment.sample, segment.first + line, column, sums);
+      outputs.store(maps, segment.sample, segment.first + line, column, sums);
       passed = line + kConsumers;
     }
 #pragma unroll 1
@@ -131,7 +128,7 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
     n += lines;
   }
   // Shared memory lives until all copies have read it.
-  if (p.tensor_copies && lane == 0) device::wait_stores_read();
+  if (lane == 0) device::wait_stores_read();
 }
 
 template <class Traits>

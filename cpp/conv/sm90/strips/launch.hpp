@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "conv/sm90/strips/kernel.hpp"
@@ -26,27 +27,23 @@ inline MapAxes plane_axes(int width, int64_t line, int height, int channels, int
   return axes;
 }
 
-inline Maps maps_of(Arguments const& a, Params const& p) {
+inline Maps maps_of(Arguments const& a) {
   Config const& config = a.config;
   ConvProblem const& c = config.problem;
-  Shape const& shape = config.row->shape;
   auto const encode = [&](void const* tensor, MapAxes const& axes) {
     return encode_map(config.row->math, tensor, axes, config.row->name, c, a.batch);
   };
-  Maps maps{};
+  Maps maps;
   MapAxes input = plane_axes(c.w, config.line, c.h, c.c, a.batch);
-  input.box = {cuuint32_t(shape.swizzled), 1, kChannels, 1, 1};
-  input.swizzle = shape.swizzled == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  input.box = {kPart, 1, kChannels, 1, 1};
+  input.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   maps.parts = encode(a.input, input);
-  if (shape.tails() > 0) {
-    input.box[0] = cuuint32_t(shape.tails() * kGranule);
-    input.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
-    maps.tails = encode(a.input, input);
-  }
-  if (!p.tensor_copies) return maps;
+  input.box[0] = cuuint32_t(config.row->shape.tails() * kGranule);
+  input.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  maps.tails = encode(a.input, input);
   MapAxes output = plane_axes(c.q, c.q, c.p, c.k, a.batch);
-  output.box = {cuuint32_t(shape.portion()), 1, kStepChannels, 1, 1};
-  if (shape.portion() == 64) output.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  output.box = {kPart, 1, kStepChannels, 1, 1};  // a warp's
+  output.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   maps.output = encode(a.output, output);
   return maps;
 }
@@ -60,13 +57,16 @@ void launch(Arguments const& a, cudaStream_t stream) {
   int64_t const lines = int64_t(a.batch) * config.problem.p;
   FUSEDCONV_CHECK(lines <= kMostLines, config.row->name, ": lines of the output: got ", lines,
                   ", expected at most ", kMostLines);
+  auto const address = reinterpret_cast<std::uintptr_t>(a.output);
+  FUSEDCONV_CHECK(address % kVectorBytes == 0, config.row->name, ": output's address: got ",
+                  a.output, ", expected a multiple of ", kVectorBytes);
   Params const p = Params::of(a);
   int64_t const blocks = int64_t(s.strips) * s.blocks_n * s.sets;
   check_launch(config, a.batch, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
   check_launch(config, a.batch, "launch",
                device::launch(&convolve<Traits>, unsigned(blocks), Traits::kThreads, s.shared_bytes,
-                              stream, p, maps_of(a, p)));
+                              stream, p, maps_of(a)));
 }
 
 template <Math kMath, Shape kShape>
@@ -78,16 +78,15 @@ void append_row(std::vector<Row>& rows) {
                   .launch = &launch<Traits<kMath, kShape>>});
 }
 
-// Strips of 128, and of 88 for outputs a few positions wider than a multiple of it: of lines of 256
-// they have 258.
+// Strips of 128, and of 64 for lines that are no more or a little more than a multiple of it.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
-  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 0, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 1, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 128, .swizzled = 64, .before = 2, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 0, .stages = 5}>(rows);
-  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 1, .stages = 5}>(rows);
-  append_row<kMath, Shape{.positions = 88, .swizzled = 32, .before = 2, .stages = 5}>(rows);
+  append_row<kMath, Shape{.positions = 128, .before = 0, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 128, .before = 1, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 128, .before = 2, .stages = 4}>(rows);
+  append_row<kMath, Shape{.positions = 64, .before = 0, .stages = 8}>(rows);
+  append_row<kMath, Shape{.positions = 64, .before = 1, .stages = 8}>(rows);
+  append_row<kMath, Shape{.positions = 64, .before = 2, .stages = 8}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::strips

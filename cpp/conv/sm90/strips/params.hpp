@@ -14,36 +14,28 @@ namespace fusedconv::conv::sm90::strips {
 struct Params {
   uint4 const* filter;
   void const* bias;
-  void* output;
   int channels;  // of the output
-  int height, width;
+  int height;
   int lower_h;
   int line_count;  // of the output, all samples'
   int sets;
   cutlass::FastDivmod strips, blocks_n, lines;  // lines: of a sample
-  bool tensor_copies;  // store the output
-  bool pairs;          // its lines are whole words
 
   static Params of(Arguments const& a) {
     Config const& config = a.config;
     ConvProblem const& c = config.problem;
     Schedule const& s = config.schedule;
-    auto const address = reinterpret_cast<std::uintptr_t>(a.output);
     Params p{};
     p.filter = static_cast<uint4 const*>(a.filter);
     p.bias = a.bias;
-    p.output = a.output;
     p.channels = c.k;
     p.height = c.p;
-    p.width = c.q;
     p.lower_h = c.lower_padding_h;
     p.line_count = int(int64_t(a.batch) * c.p);
     p.sets = s.sets;
     p.strips = cutlass::FastDivmod(s.strips);
     p.blocks_n = cutlass::FastDivmod(s.blocks_n);
     p.lines = cutlass::FastDivmod(c.p);
-    p.tensor_copies = c.q % kGranule == 0 && address % kVectorBytes == 0;
-    p.pairs = c.q % 2 == 0 && address % 4 == 0;
     return p;
   }
 };
@@ -96,8 +88,6 @@ struct Slot {
   __device__ __forceinline__ explicit Slot(uint32_t n)
       : stage(int(n % kStages)), parity(n / kStages & 1) {}
 };
-
-inline constexpr int kMostStages = 5;
 
 struct Barriers {
   uint64_t brought[kMostStages];  // a line is there

@@ -43,6 +43,10 @@ Schedule schedule_of(ConvProblem const& p, Shape const& shape, Math math, Layout
     return refused(detail::join("the input's lines are no multiples of 16 bytes: ", p.w, " times 2",
                                 aligned ? "" : ", or its address is none"));
   }
+  if (p.q % kGranule != 0) {
+    return refused(detail::join("the output's lines are no multiples of 16 bytes: ", p.q,
+                                " times 2"));
+  }
   if (shape.shared_bytes() > device.shared_bytes) {
     return refused(detail::join("its ring takes ", shape.shared_bytes(), " bytes of the ",
                                 device.shared_bytes, " of shared memory"));

@@ -8,7 +8,6 @@
 
 #include "conv/sm90/strips/schedule.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
-#include "cute/arch/mma_sm90_gmma_ext.hpp"
 
 namespace fusedconv::conv::sm90::strips {
 
@@ -18,9 +17,9 @@ namespace gmma = cute::SM90::GMMA;
 template <Math kMath, int kPositions>
 struct Instruction;
 template <>
-struct Instruction<Math::kF16, 88> {
+struct Instruction<Math::kF16, 64> {
   using Element = __half;
-  using Mma = gmma::MMA_64x88x16_F32F16F16_RS<gmma::Major::K, gmma::Major::MN>;
+  using Mma = gmma::MMA_64x64x16_F32F16F16_RS<gmma::Major::K, gmma::Major::MN>;
 };
 template <>
 struct Instruction<Math::kF16, 128> {
@@ -28,9 +27,9 @@ struct Instruction<Math::kF16, 128> {
   using Mma = gmma::MMA_64x128x16_F32F16F16_RS<gmma::Major::K, gmma::Major::MN>;
 };
 template <>
-struct Instruction<Math::kBF16, 88> {
+struct Instruction<Math::kBF16, 64> {
   using Element = __nv_bfloat16;
-  using Mma = gmma::MMA_64x88x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::MN>;
+  using Mma = gmma::MMA_64x64x16_F32BF16BF16_RS<gmma::Major::K, gmma::Major::MN>;
 };
 template <>
 struct Instruction<Math::kBF16, 128> {
@@ -52,14 +51,11 @@ struct Traits {
   static constexpr int kSums = kChannels * kShape.positions / kWarpgroupThreads;  // of a thread
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   // A filter takes 144 of them.
-  static constexpr int kConsumerRegisters = kShape.positions > 88 ? 240 : 232;
-  static constexpr int kCopyRegisters = kShape.positions > 88 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kShape.positions > 64 ? 240 : 216;
+  static constexpr int kCopyRegisters = kShape.positions > 64 ? 24 : 72;
   static_assert((kConsumers * kConsumerRegisters + kCopyRegisters) * kWarpgroupThreads <=
                     kThreads * 168,
                 "registers of a block as it is launched");
-
-  static constexpr int kUnits = kShape.swizzled / kGranule;  // vectors of a channel in a part
-  static_assert(kUnits == 4 || kUnits == 8, "swizzles of 64 and 128 bytes");
 };
 
 }  // namespace fusedconv::conv::sm90::strips

@@ -19,10 +19,10 @@ from fusedconv.registry import registry
 
 pytestmark = pytest.mark.gpu
 
-ROWS = [k for k in registry().kernels() if isinstance(k, StripsSm90)]
-#: Those of outputs as wide as the input. Others' lines are whole 16 bytes where the input's are
-#: padded, as output gradients are.
-FORWARD = [kernel for kernel in ROWS if kernel.row.before == 1]
+FORWARD = [k for k in registry().kernels() if isinstance(k, StripsSm90)]
+#: With those that convolve output gradients alone.
+FAMILIES = [k for k in registry().kernels() if isinstance(k, GradientsSm90)]
+ROWS = [(k, row) for k in FAMILIES for row in k._input_rows if isinstance(row, StripsSm90)]
 names = {"ids": lambda kernel: kernel.name}
 #: Of each row; together more than 2**8.
 RANDOM_PROBLEMS = 25
@@ -76,16 +76,21 @@ def test_random_problems(kernel, force):
         served += fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
 
 
-@pytest.mark.parametrize("kernel", ROWS, **names)
-def test_random_input_gradients(kernel, force, monkeypatch):
+@pytest.mark.parametrize("kernel", FORWARD, **names)
+def test_norms_by_passes_behind(kernel, force, monkeypatch):
+    """One takes the moments, one normalises what is saved; an activation in front is theirs."""
+    force(kernel.name)
+    monkeypatch.setattr(StripsSm90, "can_stream_norm", lambda *_: False)
+    generator = random.Random(f"{kernel.name} behind")
+    for _ in range(RANDOM_PROBLEMS):
+        case = random_problem(kernel, generator) | {"saves": True}
+        assert fused_against_fp64(case, DTYPES[kernel.precision], kernel.precision)
+
+
+@pytest.mark.parametrize(("family", "kernel"), ROWS, ids=[row.name for _, row in ROWS])
+def test_random_input_gradients(family, kernel, force, monkeypatch):
     """Of output gradients whose lines are padded."""
-    (family,) = (
-        k
-        for k in registry().kernels()
-        if isinstance(k, GradientsSm90) and k.precision == kernel.precision
-    )
-    row = next(r for r in family._input_rows if r.name == kernel.name)
-    monkeypatch.setattr(family, "_input_rows", [row])
+    monkeypatch.setattr(family, "_input_rows", [kernel])
     force(family.name)
     generator = random.Random(f"{kernel.name} gradients")
     dtype = DTYPES[kernel.precision]

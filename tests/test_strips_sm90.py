@@ -10,7 +10,7 @@ import torch
 from problems import geometry_of, group_norm_stage, problem, system_1
 
 import fusedconv
-from fusedconv import BackwardProblem
+from fusedconv import _C, BackwardProblem
 from fusedconv.benchmark import DTYPES
 from fusedconv.device import KNOWN
 from fusedconv.kernels.cuda.sm90_gradients import GradientsSm90
@@ -20,11 +20,12 @@ from fusedconv.selection import choose
 
 FAMILIES = [kernel for kernel in registry().kernels() if isinstance(kernel, GradientsSm90)]
 KERNELS = [kernel for kernel in registry().kernels() if isinstance(kernel, StripsSm90)]
-#: The same, as they convolve output gradients, whose lines are padded: of any width.
+#: Those that convolve output gradients, whose lines are padded: of any width.
 ROWS = [row for family in FAMILIES for row in family._input_rows if isinstance(row, StripsSm90)]
 pytestmark = pytest.mark.skipif(not KERNELS, reason="fusedconv was built without these kernels")
 names = {"ids": lambda kernel: kernel.name}
 H200 = KNOWN[90]
+POSITIONS = 64  # of a strip's line
 #: Of a precision, as rows name it.
 MATHS = {"fp16": "f16", "bf16": "bf16"}
 
@@ -51,7 +52,7 @@ def test_blocks_cover_the_output(row, width, out):
     assert row.supports(made, H200)
     config = row.config(made, H200)
     assert made.output_spatial == (256, width)
-    assert (config.strips - 1) * row.row.positions < width <= config.strips * row.row.positions
+    assert (config.strips - 1) * POSITIONS < width <= config.strips * POSITIONS
     assert config.blocks_n == math.ceil(out / 64)
     blocks = config.sets * config.strips * config.blocks_n
     assert config.sets == 1 or blocks <= H200.multiprocessors
@@ -62,9 +63,11 @@ def test_blocks_cover_the_output(row, width, out):
 def test_what_a_block_holds(row):
     """Three copies of each line, what they are made of behind it, and what is stored."""
     config = row.config(plain(row.precision, before=row.row.before), H200)
-    ring = row.row.stages * 3 * 64 * row.row.positions * 2
-    tails = row.row.stages * 64 * 16 * (2 if row.row.before == 1 else 1)
-    stored = 2 * 64 * 64 * 2
+    room = _C.sm90.strips
+    assert room.positions == POSITIONS
+    ring = room.stages * 3 * 64 * POSITIONS * 2
+    tails = room.stages * 64 * 16 * (2 if row.row.before == 1 else 1)
+    stored = 2 * 64 * POSITIONS * 2
     assert ring + tails + stored < config.shared_bytes <= H200.shared_bytes
 
 
@@ -82,7 +85,7 @@ def test_what_a_block_holds(row):
 )
 def test_what_is_refused(changes, reason, precision):
     for kernel in KERNELS:
-        if kernel.precision == precision and kernel.row.before == 1:
+        if kernel.precision == precision:
             support = kernel.supports(plain(precision, **changes), H200)
             assert not support and reason in support.reason
 
@@ -118,12 +121,25 @@ def test_system_1s_gradient_takes_them(precision):
     """Its output's lines are of 258 elements: the forward pass is not theirs."""
     training = system_1(precision, save=True)
     assert chosen(training) == f"sm90_runs_{MATHS[precision]}_2_0"
-    assert input_row(training).name == f"sm90_strips_{MATHS[precision]}_128_0"
+    assert input_row(training).name == f"sm90_strips_{MATHS[precision]}_0"
+
+
+@pytest.mark.parametrize("precision", list(MATHS))
+def test_what_else_normalises_has_a_pass_for_the_moments(precision, monkeypatch):
+    """Where one pass cannot do all of it, the estimate has one more, and less is chosen."""
+    (kernel,) = (kernel for kernel in KERNELS if kernel.precision == precision)
+    weight = torch.empty(64, 64, 3, 3, device="meta")
+    made = system_1(precision, save=True, conv=geometry_of(weight, padding=(1, 1)))
+    streamed = kernel.cost(made, H200)
+    monkeypatch.setattr(StripsSm90, "can_stream_norm", lambda *_: False)
+    assert kernel.cost(made, H200) > streamed
+    assert kernel.supports(made, H200)
+    assert not kernel.supports(system_1(precision, conv=made.conv), H200)
 
 
 @pytest.mark.parametrize("precision", list(MATHS))
 def test_outputs_as_wide_as_the_input_take_them(precision):
-    assert chosen(plain(precision)) == f"sm90_strips_{MATHS[precision]}_128_1"
+    assert chosen(plain(precision)) == f"sm90_strips_{MATHS[precision]}_1"
 
 
 def test_strided_gradients_are_not_theirs():

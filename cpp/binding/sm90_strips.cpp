@@ -15,12 +15,10 @@ void bind_sm90_strips(py::module_& room) {
       .def_readonly("name", &Row::name)
       .def_readonly("math", &Row::math)
       .def_property_readonly(
-          "positions", [](Row const& row) { return row.shape.positions; }, "Of a strip's line.")
-      .def_property_readonly(
-          "before", [](Row const& row) { return row.shape.before; },
-          "Columns of the input before an output's that the filter reads.")
-      .def_property_readonly(
-          "stages", [](Row const& row) { return row.shape.stages; }, "Lines of the ring.");
+          "before", [](Row const& row) { return row.reach.before; },
+          "Columns of the input before an output's that the filter reads.");
+  m.attr("positions") = kPositions;
+  m.attr("stages") = kStages;
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, bool, Device const&>(),

@@ -21,12 +21,11 @@
 
 namespace fusedconv::conv::sm90::strips {
 
-// Channels of neighbouring positions, in parts that follow each other, of a swizzle's eight
-// channels each. Addresses are counted by 16 bytes.
+// A line's channels of neighbouring positions, by a swizzle's eight channels. Addresses are counted
+// by 16 bytes.
 __device__ __forceinline__ uint64_t lines_operand(uint32_t shared) {
   constexpr uint64_t kSwizzle = 1;  // of 128 bytes
-  return kSwizzle << 62 | uint64_t(8 * kPitch >> 4) << 32 | uint64_t(kPartBytes >> 4) << 16 |
-         shared >> 4;
+  return kSwizzle << 62 | uint64_t(8 * kPitch >> 4) << 32 | shared >> 4;
 }
 
 // A warpgroup that multiplies.
@@ -47,20 +46,20 @@ class Consumer {
   }
 
   // Of the block's n-th line of input and the two behind it, the first two of which it releases.
-  __device__ __forceinline__ void multiply(uint32_t n, float (&sums)[Traits::kSums]) {
-    using Indices = std::make_integer_sequence<int, Traits::kSums>;
+  __device__ __forceinline__ void multiply(uint32_t n, float (&sums)[kSums]) {
+    using Indices = std::make_integer_sequence<int, kSums>;
     using cute::SM90::GMMA::ScaleOut;
 #pragma unroll
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
 #pragma unroll
     for (int r = 0; r < kTaps; ++r) {
-      Slot<kShape.stages> const slot(n + r);
+      Slot const slot(n + r);
       wait_for(&barriers_.copied[slot.stage], slot.parity);
       cute::warpgroup_arrive();
-      uint64_t const line = ring_ + slot.stage * (kShape.line_bytes() >> 4);
+      uint64_t const line = ring_ + slot.stage * (kLineBytes >> 4);
 #pragma unroll
       for (int i = 0; i < kTaps * kSteps; ++i) {
-        int const at = i / kSteps * kShape.copy_bytes() + i % kSteps * kStepChannels * kPitch;
+        int const at = i / kSteps * kCopyBytes + i % kSteps * kStepChannels * kPitch;
         sm90::multiply<typename Traits::Mma>(filter_[r * kTaps * kSteps + i], line + (at >> 4),
                                              sums, r + i > 0 ? ScaleOut::One : ScaleOut::Zero,
                                              Indices{});
@@ -79,17 +78,15 @@ class Consumer {
   // Of lines that this consumer does not multiply, or no more. Nobody arrives a turn of the ring
   // ahead of the others.
   __device__ __forceinline__ void pass(uint32_t n) {
-    Slot<kShape.stages> const slot(n);
+    Slot const slot(n);
     wait_for(&barriers_.copied[slot.stage], slot.parity);
     release(n);
   }
 
  private:
-  static constexpr Shape kShape = Traits::kShape;
-
   __device__ __forceinline__ void release(uint32_t n) {
     __syncwarp();
-    if (cute::elect_one_sync()) device::arrive(&barriers_.read[Slot<kShape.stages>(n).stage]);
+    if (cute::elect_one_sync()) device::arrive(&barriers_.read[Slot(n).stage]);
   }
 
   Barriers& barriers_;
@@ -101,15 +98,15 @@ template <class Traits>
 __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps, Block const& block,
                                               Barriers& barriers, unsigned char* shared,
                                               int index) {
-  constexpr Shape kShape = Traits::kShape;
+  constexpr Reach kReach = Traits::kReach;
   int const warp = __reduce_max_sync(~0u, int(threadIdx.x % kWarpgroupThreads / 32));
   int const lane = int(threadIdx.x % 32u);
   Consumer<Traits> consumer(p, block, barriers, device::shared_address(shared));
   Outputs<Traits> const outputs(
       p, block,
-      shared + kShape.staged_at() + index * kStagedBytes + warp * (kStagedBytes / kWarpgroupWarps),
+      shared + kReach.staged_at() + index * kStagedBytes + warp * (kStagedBytes / kWarpgroupWarps),
       warp, lane);
-  int const column = block.strip * kShape.positions;
+  int const column = block.strip * kPositions;
   uint32_t n = 0;  // of the segment's first line of input
   for (Segments segment(p, block); segment.advance(p);) {
     int const lines = segment.lines + kTaps - 1;
@@ -118,7 +115,7 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
     for (int i = 0; i < passed; ++i) consumer.pass(n + i);
 #pragma unroll 1
     for (int line = index; line < segment.lines; line += kConsumers) {
-      float sums[Traits::kSums];
+      float sums[kSums];
       consumer.multiply(n + line, sums);
       outputs.store(maps, segment.sample, segment.first + line, column, sums);
       passed = line + kConsumers;
@@ -132,13 +129,13 @@ __device__ __forceinline__ void consume_lines(Params const& p, Maps const& maps,
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     convolve(__grid_constant__ Params const p, __grid_constant__ Maps const maps) {
-  constexpr Shape kShape = Traits::kShape;
+  constexpr Reach kReach = Traits::kReach;
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto& barriers = *reinterpret_cast<Barriers*>(shared + kShape.barriers_at());
+  auto& barriers = *reinterpret_cast<Barriers*>(shared + kReach.barriers_at());
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kShape.stages; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       device::init_barrier(&barriers.brought[i], 1);
       device::init_barrier(&barriers.copied[i], kCopyWarps);
       device::init_barrier(&barriers.read[i], kConsumers * kWarpgroupWarps);
@@ -151,16 +148,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   // Uniform, as the compiler sees it too: it would serialise products that might diverge.
   int const role = __reduce_max_sync(~0u, int(threadIdx.x) / kWarpgroupThreads);
   if (role < kConsumers) {
-    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     consume_lines<Traits>(p, maps, block, barriers, shared, role);
     return;
   }
-  cutlass::arch::warpgroup_reg_dealloc<Traits::kCopyRegisters>();
+  cutlass::arch::warpgroup_reg_dealloc<kCopyRegisters>();
   int const warp = __reduce_max_sync(~0u, int(threadIdx.x % kWarpgroupThreads / 32));
   if (warp == kCopyWarps) {
-    if (threadIdx.x % 32 == 0) bring_lines<Traits>(p, maps, block, barriers, shared);
+    if (threadIdx.x % 32 == 0) bring_lines<kReach>(p, maps, block, barriers, shared);
   } else {
-    make_copies<Traits>(p, block, barriers, device::shared_address(shared), warp);
+    make_copies<kReach>(p, block, barriers, device::shared_address(shared), warp);
   }
 }
 

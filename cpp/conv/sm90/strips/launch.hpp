@@ -35,14 +35,14 @@ inline Maps maps_of(Arguments const& a) {
   };
   Maps maps;
   MapAxes input = plane_axes(c.w, config.line, c.h, c.c, a.batch);
-  input.box = {kPart, 1, kChannels, 1, 1};
+  input.box = {kPositions, 1, kChannels, 1, 1};
   input.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-  maps.parts = encode(a.input, input);
-  input.box[0] = cuuint32_t(config.row->shape.tails() * kGranule);
+  maps.lines = encode(a.input, input);
+  input.box[0] = cuuint32_t(config.row->reach.tails() * kGranule);
   input.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   maps.tails = encode(a.input, input);
   MapAxes output = plane_axes(c.q, c.q, c.p, c.k, a.batch);
-  output.box = {kPart, 1, kStepChannels, 1, 1};  // a warp's
+  output.box = {kPositions, 1, kStepChannels, 1, 1};  // a warp's
   output.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   maps.output = encode(a.output, output);
   return maps;
@@ -61,32 +61,27 @@ void launch(Arguments const& a, cudaStream_t stream) {
   FUSEDCONV_CHECK(address % kVectorBytes == 0, config.row->name, ": output's address: got ",
                   a.output, ", expected a multiple of ", kVectorBytes);
   Params const p = Params::of(a);
-  int64_t const blocks = int64_t(s.strips) * s.blocks_n * s.sets;
+  int64_t const blocks = int64_t(s.strips) * s.blocks_n * p.sets;
   check_launch(config, a.batch, "cudaFuncSetAttribute",
                device::allow_shared_bytes<&convolve<Traits>>(s.shared_bytes));
   check_launch(config, a.batch, "launch",
-               device::launch(&convolve<Traits>, unsigned(blocks), Traits::kThreads, s.shared_bytes,
-                              stream, p, maps_of(a)));
+               device::launch(&convolve<Traits>, unsigned(blocks), kThreads, s.shared_bytes, stream,
+                              p, maps_of(a)));
 }
 
-template <Math kMath, Shape kShape>
+template <Math kMath, Reach kReach>
 void append_row(std::vector<Row>& rows) {
-  rows.push_back({.name = detail::join("sm90_strips_", traits_of(kMath).name, "_",
-                                       kShape.positions, "_", kShape.before),
+  rows.push_back({.name = detail::join("sm90_strips_", traits_of(kMath).name, "_", kReach.before),
                   .math = kMath,
-                  .shape = kShape,
-                  .launch = &launch<Traits<kMath, kShape>>});
+                  .reach = kReach,
+                  .launch = &launch<Traits<kMath, kReach>>});
 }
 
-// Strips of 128, and of 64 for lines that are no more or a little more than a multiple of it.
 template <Math kMath>
 void append_rows(std::vector<Row>& rows) {
-  append_row<kMath, Shape{.positions = 128, .before = 0, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 128, .before = 1, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 128, .before = 2, .stages = 4}>(rows);
-  append_row<kMath, Shape{.positions = 64, .before = 0, .stages = 8}>(rows);
-  append_row<kMath, Shape{.positions = 64, .before = 1, .stages = 8}>(rows);
-  append_row<kMath, Shape{.positions = 64, .before = 2, .stages = 8}>(rows);
+  append_row<kMath, Reach{0}>(rows);
+  append_row<kMath, Reach{1}>(rows);
+  append_row<kMath, Reach{2}>(rows);
 }
 
 }  // namespace fusedconv::conv::sm90::strips

@@ -1,5 +1,5 @@
 // What becomes of a line's sums: a warp adds the bias to those of its 16 output channels, and
-// stores them by shared memory and a tensor copy for each part.
+// stores them by shared memory and a tensor copy.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace fusedconv::conv::sm90::strips {
 template <class Traits>
 class Outputs {
  public:
-  // staged: the warp's, which a part takes.
+  // staged: the warp's.
   __device__ __forceinline__ Outputs(Params const& p, Block const& block, unsigned char* staged,
                                      int warp, int lane)
       : staged_(staged), lane_(lane), channel0_(block.channel0 + warp * kStepChannels) {
@@ -30,41 +30,35 @@ class Outputs {
 
   // Sum 4 j + 2 r + e is of channel lane / 4 + 8 r, position 8 j + lane % 4 * 2 + e.
   __device__ __forceinline__ void store(Maps const& maps, int sample, int line, int column,
-                                        float const (&sums)[Traits::kSums]) const {
-#pragma unroll
-    for (int part = 0; part < Traits::kShape.parts(); ++part) {
-      if (lane_ == 0) device::wait_stores_read();
-      __syncwarp();
-      stage(sums, part * kUnits);
-      device::fence_async_proxy();
-      __syncwarp();
-      if (lane_ != 0) continue;
-      cute::SM90_TMA_STORE_5D::copy(&maps.output, staged_, column + part * kPart, line, channel0_,
-                                    sample, 0);
-      device::commit_stores();
-    }
+                                        float const (&sums)[kSums]) const {
+    if (lane_ == 0) device::wait_stores_read();
+    __syncwarp();
+    stage(sums);
+    device::fence_async_proxy();
+    __syncwarp();
+    if (lane_ != 0) return;
+    cute::SM90_TMA_STORE_5D::copy(&maps.output, staged_, column, line, channel0_, sample, 0);
+    device::commit_stores();
   }
 
  private:
   using T = typename Traits::Element;
-  static constexpr int kUnits = kPart / kGranule;
 
   // Two neighbours of a unit.
-  __device__ __forceinline__ uint32_t pair(float const (&sums)[Traits::kSums], int unit,
-                                           int r) const {
+  __device__ __forceinline__ uint32_t pair(float const (&sums)[kSums], int unit, int r) const {
     float const* const at = sums + unit * 4 + 2 * r;
     return device::Pack<T, 2>::of({at[0] + bias_[r], at[1] + bias_[r]}).bits[0];
   }
 
-  // From a unit on, as tensor copies read them. Eight channels of eight positions are a matrix.
-  __device__ __forceinline__ void stage(float const (&sums)[Traits::kSums], int first) const {
+  // As tensor copies read them. Eight channels of eight positions are a matrix.
+  __device__ __forceinline__ void stage(float const (&sums)[kSums]) const {
     int const row = lane_ % 16;
     uint32_t const own = device::shared_address(staged_) + row * kPitch;
 #pragma unroll
-    for (int unit = 0; unit < kUnits; unit += 2) {
+    for (int unit = 0; unit < kPositions / kGranule; unit += 2) {
       device::store_matrices(own + ((unit + lane_ / 16) ^ row % 8) * kVectorBytes,
-                             {pair(sums, first + unit, 0), pair(sums, first + unit, 1),
-                              pair(sums, first + unit + 1, 0), pair(sums, first + unit + 1, 1)});
+                             {pair(sums, unit, 0), pair(sums, unit, 1), pair(sums, unit + 1, 0),
+                              pair(sums, unit + 1, 1)});
     }
   }
 

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "conv/sm90/arguments.hpp"
@@ -32,7 +33,7 @@ struct Params {
     p.height = c.p;
     p.lower_h = c.lower_padding_h;
     p.line_count = int(int64_t(a.batch) * c.p);
-    p.sets = s.sets;
+    p.sets = std::min(s.sets, p.line_count);
     p.strips = cutlass::FastDivmod(s.strips);
     p.blocks_n = cutlass::FastDivmod(s.blocks_n);
     p.lines = cutlass::FastDivmod(c.p);
@@ -42,7 +43,7 @@ struct Params {
 
 // Kernel parameters, hence a structure of its own.
 struct Maps {
-  CUtensorMap parts, tails, output;
+  CUtensorMap lines, tails, output;
 };
 
 // What a block has of all: a strip, and so many output channels.
@@ -80,7 +81,6 @@ class Segments {
 };
 
 // Where the n-th line of a block's input is in the ring.
-template <int kStages>
 struct Slot {
   int stage;
   uint32_t parity;
@@ -90,9 +90,9 @@ struct Slot {
 };
 
 struct Barriers {
-  uint64_t brought[kMostStages];  // a line is there
-  uint64_t copied[kMostStages];   // and so are its copies
-  uint64_t read[kMostStages];     // by all products
+  uint64_t brought[kStages];  // a line is there
+  uint64_t copied[kStages];   // and so are its copies
+  uint64_t read[kStages];     // by all products
 };
 static_assert(sizeof(Barriers) <= kBarrierBytes);
 

@@ -16,7 +16,6 @@ Config::Config(Row const& row, ConvProblem const& problem, Layout layout, bool a
       problem(problem),
       multiprocessors(device.multiprocessors),
       line(padded_lines ? round_up(problem.w, kGranule) : problem.w),
-      schedule(
-          schedule_of(problem, row.shape, row.math, layout, aligned, padded_lines, device)) {}
+      schedule(schedule_of(problem, row.reach, row.math, layout, aligned, padded_lines, device)) {}
 
 }  // namespace fusedconv::conv::sm90::strips

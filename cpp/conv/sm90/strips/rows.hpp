@@ -29,7 +29,7 @@ struct Arguments {
 struct Row {
   std::string name;
   Math math;
-  Shape shape;
+  Reach reach;
   void (*launch)(Arguments const&, cudaStream_t);
 };
 

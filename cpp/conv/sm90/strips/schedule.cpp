@@ -18,7 +18,7 @@ Schedule refused(std::string reason) {
 
 }  // namespace
 
-Schedule schedule_of(ConvProblem const& p, Shape const& shape, Math math, Layout layout,
+Schedule schedule_of(ConvProblem const& p, Reach const& reach, Math math, Layout layout,
                      bool aligned, bool padded_lines, Device const& device) {
   if (device.architecture != kArchitecture) {
     return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
@@ -32,8 +32,8 @@ Schedule schedule_of(ConvProblem const& p, Shape const& shape, Math math, Layout
     return refused(detail::join("its filter is 3 x 3 neighbours, not ", p.r, " x ", p.s,
                                 " with dilation ", p.dilation_h, " x ", p.dilation_w));
   }
-  if (p.lower_padding_w != shape.before) {
-    return refused(detail::join("reads ", shape.before, " columns before an output's, not ",
+  if (p.lower_padding_w != reach.before) {
+    return refused(detail::join("reads ", reach.before, " columns before an output's, not ",
                                 p.lower_padding_w));
   }
   if (p.c > kChannels) {
@@ -44,19 +44,19 @@ Schedule schedule_of(ConvProblem const& p, Shape const& shape, Math math, Layout
                                 aligned ? "" : ", or its address is none"));
   }
   if (p.q % kGranule != 0) {
-    return refused(detail::join("the output's lines are no multiples of 16 bytes: ", p.q,
-                                " times 2"));
+    return refused(
+        detail::join("the output's lines are no multiples of 16 bytes: ", p.q, " times 2"));
   }
-  if (shape.shared_bytes() > device.shared_bytes) {
-    return refused(detail::join("its ring takes ", shape.shared_bytes(), " bytes of the ",
+  if (reach.shared_bytes() > device.shared_bytes) {
+    return refused(detail::join("its ring takes ", reach.shared_bytes(), " bytes of the ",
                                 device.shared_bytes, " of shared memory"));
   }
   Schedule s;
-  s.strips = int(ceil_div(p.q, shape.positions));
+  s.strips = int(ceil_div(p.q, kPositions));
   s.blocks_n = int(ceil_div(p.k, kChannels));
   s.sets = std::max(1, device.multiprocessors / (s.strips * s.blocks_n));
   s.filter_bytes = int64_t(s.blocks_n) * kProducts * kChannels * kStepChannels * 2;
-  s.shared_bytes = shape.shared_bytes();
+  s.shared_bytes = reach.shared_bytes();
   return s;
 }
 

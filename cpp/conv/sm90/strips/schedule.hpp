@@ -22,42 +22,35 @@
 
 namespace fusedconv::conv::sm90::strips {
 
-inline constexpr int kTaps = 3;       // of a filter's rows and columns
-inline constexpr int kChannels = 64;  // output channels of a block, and most input channels
+inline constexpr int kTaps = 3;        // of a filter's rows and columns
+inline constexpr int kPositions = 64;  // of a strip's line: 128 bytes of a channel, swizzled
+inline constexpr int kChannels = 64;   // output channels of a block, and most input channels
 inline constexpr int kStepChannels = 16;
 inline constexpr int kSteps = kChannels / kStepChannels;
 inline constexpr int kProducts = kTaps * kTaps * kSteps;  // of a line
 inline constexpr int kConsumers = 2;
+inline constexpr int kStages = 8;   // lines of the ring
 inline constexpr int kGranule = 8;  // positions of 16 bytes
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kPart = 64;  // positions of a channel that lie together, swizzled: 128 bytes
-inline constexpr int kPitch = kPart * 2;
-inline constexpr int kPartBytes = kChannels * kPitch;
-inline constexpr int kStagedBytes = kPartBytes;  // of a consumer's output
-inline constexpr int kMostStages = 8;
+inline constexpr int kPitch = kPositions * 2;
+inline constexpr int kCopyBytes = kChannels * kPitch;
+inline constexpr int kLineBytes = kTaps * kCopyBytes;
+inline constexpr int kStagedBytes = kCopyBytes;  // of a consumer's output
 inline constexpr int kBarrierBytes = 256;
 inline constexpr int kMostLines = 1 << 30;  // of an output, all samples'
 
-// What a compiled kernel fixes.
-struct Shape {
-  int positions;  // of a strip's line: whole parts
-  int before;     // columns of the input before an output's that the filter reads: 0 to 2
-  int stages;     // lines of the ring
+// What a compiled kernel fixes: columns of the input before an output's that the filter reads.
+struct Reach {
+  int before;  // 0 to 2
 
   // Positions that a line begins before its strip: copies begin at whole 16 bytes.
   constexpr int lead() const { return before > 0 ? kGranule : 0; }
-  constexpr int parts() const { return positions / kPart; }
-  // Vectors behind the parts that copies are made of, too.
-  constexpr int tails() const {
-    int const last = positions - 1 + lead() - before + kTaps - 1;
-    return (last - positions) / kGranule + 1;
-  }
+  // Vectors behind a strip's line that copies are made of, too.
+  constexpr int tails() const { return (lead() - before + kTaps - 2) / kGranule + 1; }
   constexpr int tail_bytes() const { return kChannels * tails() * kVectorBytes; }
-  constexpr int copy_bytes() const { return parts() * kPartBytes; }
-  constexpr int line_bytes() const { return kTaps * copy_bytes(); }
-  // Shares of shared memory, in this order.
-  constexpr int tails_at() const { return stages * line_bytes(); }
-  constexpr int staged_at() const { return tails_at() + stages * tail_bytes(); }
+  // Shares of shared memory, in this order: lines, tails, what is stored, barriers.
+  static constexpr int tails_at() { return kStages * kLineBytes; }
+  constexpr int staged_at() const { return tails_at() + kStages * tail_bytes(); }
   constexpr int barriers_at() const { return staged_at() + kConsumers * kStagedBytes; }
   constexpr int shared_bytes() const { return barriers_at() + kBarrierBytes; }
 };
@@ -73,7 +66,7 @@ struct Schedule {
 
 // aligned: the input's address is a multiple of 16 bytes; padded_lines: so is the distance from one
 // of its lines to the next, whatever their width.
-Schedule schedule_of(ConvProblem const& problem, Shape const& shape, Math math, Layout layout,
+Schedule schedule_of(ConvProblem const& problem, Reach const& reach, Math math, Layout layout,
                      bool aligned, bool padded_lines, Device const& device);
 
 }  // namespace fusedconv::conv::sm90::strips

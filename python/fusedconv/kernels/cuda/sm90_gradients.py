@@ -1,12 +1,12 @@
 """Gradients of a transposed convolution on Hopper (sm_90a).
 
 The input's gradient is a convolution of the output's gradient with the filter read backwards and
-its channel axes swapped, which the rows of ``sm90_runs`` and ``strips_sm90`` compute. The weight's gradient is a sum
-over positions (``sm90_weight``). Both read tensors whose lines begin at multiples of 16 bytes;
-others are padded first, and the bias's gradient is summed on the way. All of them share one padded
-output gradient. Where there is a stride, it is split into planes of the stride's phases, as
-``phase_planes`` has it, and all else is as with stride 1. Channels last is transposed to channels
-first, and back.
+its channel axes swapped, which the rows of ``sm90_runs`` and ``strips_sm90`` compute. The weight's
+gradient is a sum over positions (``sm90_weight``). Both read tensors whose lines begin at multiples
+of 16 bytes; others are padded first, and the bias's gradient is summed on the way. All of them
+share one padded output gradient. Where there is a stride, it is split into planes of the stride's
+phases, as ``phase_planes`` has it, and all else is as with stride 1. Channels last is transposed to
+channels first, and back.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class GradientsSm90(BackwardKernel):
             return convolution
         strided = is_strided(problem.forward)
         support = Support.no("no row convolves the output's gradient")
-        served = []
+        served, fits = [], True
         for row in self._input_rows:
             if strided and not row.packs_phases:
                 continue
@@ -157,9 +157,11 @@ class GradientsSm90(BackwardKernel):
             if not support:
                 continue
             if row.chunk(convolution, row.config(convolution, device)) < problem.forward.batch:
-                support = Support.no("the batch has more tiles than one launch takes")
+                fits = False
                 continue
             served.append(row)
+        if not served and not fits:
+            return Support.no("the batch has more tiles than one launch takes")
         if not served:
             return support
         costs = _run_costs(problem)
@@ -443,14 +445,14 @@ def kernels() -> list[Kernel]:
     if "sm90" not in FAMILIES:
         return [NotBuiltBackward("sm90_gradients", GradientsSm90.provider)]
     runs, strips = _C.sm90.runs, _C.sm90.strips
-    rows = [
+    # Why runs refuse is told where none of either serves a problem.
+    rows: list[RunsSm90] = [
+        StripsSm90(strips, index, row, padded_lines=True) for index, row in enumerate(strips.rows())
+    ]
+    rows += [
         RunsSm90(runs, index, row, padded_lines=True)
         for index, row in enumerate(runs.rows())
         if not row.interleaves
-    ]
-    rows += [
-        StripsSm90(strips, index, row, padded_lines=True)
-        for index, row in enumerate(strips.rows())
     ]
     maths = dict.fromkeys(row.row.math for row in rows)
     return [GradientsSm90(math, [row for row in rows if row.row.math == math]) for math in maths]

@@ -30,7 +30,7 @@ MOST_LINES = 1 << 30
 #: Cycles of the tensor cores for a line of 64 positions and channels: 9 taps in steps of 16.
 _LINE_CYCLES = 36 * 32.0
 #: What products take of what the estimate of the runs says of theirs: system 1's input gradient in
-#: bf16 took 0.83 to 0.88 ms for 1.02 to 1.10, by profiles on H200s. Blocks of few lines took half
+#: bf16 took 0.83 to 0.88 ms for 1.01 to 1.10, by profiles on H200s. Blocks of few lines took half
 #: of what the runs did, which is not counted.
 _OVER_RUNS = 0.8
 #: Cycles of a line that is read beside a block's own.

@@ -298,6 +298,22 @@ def test_one_device_gets_one_job_a_contender():
     ]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (("fusedconv", "eager"), ["fusedconv", "eager"]),  # the switch would be on for neither
+        (("eager", "compile", "fusedconv"), ["compile, fusedconv", "eager"]),
+        (("eager_cudnn_benchmark", "compile"), ["eager_cudnn_benchmark, compile"]),
+        (("fusedconv", "fusedconv_cudnn_benchmark"), ["fusedconv", "fusedconv_cudnn_benchmark"]),
+    ],
+)
+def test_who_shares_a_process_together(chosen, expected):
+    """cudnn.benchmark is on for all of it, or off."""
+    cells = select_cells(["system1"], ["bf16"], ["nchw"], ["forward_backward"])
+    jobs = running.jobs(chosen, cells, 1, 0.5, together=True)
+    assert [job.title for job in jobs] == expected
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_several_devices_share_every_cell_once(devices):
     jobs = running.jobs(benchmark.CONTENDERS, select_cells(), devices, 0.5)

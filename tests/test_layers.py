@@ -119,9 +119,10 @@ def test_one_axis_has_one_layout():
 
 def test_who_takes_part():
     cells = select_cells(SUITE.workloads, SUITE.precisions, passes=SUITE.passes)
-    jobs = running.jobs(SUITE.contenders, cells, 1, SUITE.seconds)
+    jobs = running.jobs(SUITE.contenders, cells, 1, SUITE.seconds, together=SUITE.together)
     assert [(job.title, len(job.cells)) for job in jobs] == [
-        (name, 86) for name in ("fusedconv", "eager", "eager_cudnn_benchmark", "compile")
+        ("fusedconv, eager_cudnn_benchmark, compile", 86),
+        ("eager", 86),
     ]
     cell = Cell("sam1", "bf16", "nchw", "forward")
     part = {name for name, each in benchmark.CONTENDERS.items() if each.takes_part(cell)}
@@ -144,8 +145,8 @@ elif job.get("measure") == "nothing":
 else:
     for number, cell in enumerate(job["cells"]):
         print(json.dumps({"began": number}))
-        record = {**cell, "contender": job["contenders"][0], "median_ms": 1.0}
-        print(json.dumps({"records": [record]}))
+        records = [{**cell, "contender": name, "median_ms": 1.0} for name in job["contenders"]]
+        print(json.dumps({"records": records}))
 """
 
 
@@ -168,7 +169,11 @@ def test_compiling_comes_first_in_processes_of_its_own(monkeypatch, tmp_path, su
     requests = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     purposes = [request.get("measure") for request in requests]
     count = sum(purpose == "nothing" for purpose in purposes)
-    assert purposes == ["rates", *["nothing"] * count, None, None, None]
+    measuring = [each["contenders"] for each in requests if each.get("measure") is None]
+    assert purposes == ["rates", *["nothing"] * count, *[None] * len(measuring)]
+    together = [["compile", "compile_max_autotune"], ["eager"]]
+    alone = [["eager"], ["compile"], ["compile_max_autotune"]]
+    assert measuring == (together if suite == "layers" else alone)
     compiled = [request for request in requests if request.get("measure") == "nothing"]
     assert (count > 0) == ahead
     if ahead:

@@ -207,7 +207,8 @@ def measure(
     """The fields of each contender's record that are measured, by its name.
 
     Those of a peer that does not start say why; any other failure is raised. Several contenders
-    take turns. torch keeps cuDNN's plans for a process, so on CUDA only one may call cuDNN.
+    take turns, with cudnn.benchmark on where it is for any of them: torch keeps cuDNN's plans for a
+    process, so on CUDA it was never off in this one.
     """
     original, inputs = setup.original, setup.inputs
     results: dict[str, dict[str, Any]] = {}

@@ -80,11 +80,14 @@ LAYERS_METHOD = f"""\
 The benchmark of layers: transposed convolutions of published models with what follows them there,
 at the models' sizes, next to what a user could pick instead.
 
-Each record is one contender in one cell (workload, pass, precision, layout). torch keeps the cuDNN
-plan of a convolution for as long as a process lives, so every contender runs in processes of its
-own; cudnn.benchmark is on before the first call, but for eager and fusedconv. fusedconv computes
-LayerNorm over channels and BatchNorm of inference by its function, which folds running statistics
-in each call.
+Each record is one contender in one cell (workload, pass, precision, layout). Those for which
+cudnn.benchmark is on, before the first call, and fusedconv run in one process and take turns: every
+round calls each once, who begins changes from round to round and every second round runs backwards,
+so that what else the host does meets all of them alike. torch keeps the cuDNN plan of a convolution
+for as long as a process lives, so eager, for which cudnn.benchmark is off, has one of its own, and
+torch's operators that serve parts of fusedconv's cells have it on. fusedconv computes LayerNorm
+over channels and BatchNorm of inference by its function, which folds running statistics in each
+call.
 torch.compile's work is done before, in parallel processes, and nothing else runs on the device
 during the timing.
 

@@ -23,7 +23,7 @@ from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import LAYOUTS, Cell, check_names, select_cells
 from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.measuring import device_facts, failed
-from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, default_device, interleaved
+from fusedconv.benchmark.suites import DEFAULT_SUITE, SUITES, default_device, sharing
 
 #: Processes that compile ahead, at most: each takes some gigabytes of the device and of memory.
 _COMPILERS = 16
@@ -100,23 +100,21 @@ def jobs(
     devices: int,
     seconds: float,
     kind: str = "cuda",
+    together: bool = False,
 ) -> list[Job]:
-    """The jobs on devices of a ``kind``, by torch's type of it.
+    """The jobs on devices of a ``kind``, by torch's type of it, ``together`` as ``Suite`` has it.
 
-    Where they take turns, contenders share a job; else one job a contender, and for
-    several devices also one a workload, and one a precision of those that would keep a device
-    longer than half its share, longest first.
+    Contenders that take turns share a job. For several devices there is one also for each workload,
+    and one for each precision of those that would keep a device longer than half its share, longest
+    first.
 
     Raises ValueError where a contender is unknown or none takes part in any of the cells.
     """
     names = tuple(dict.fromkeys(contenders))
     check_names("contenders", names, CONTENDERS)
     known = [CONTENDERS[name] for name in names]
-    if interleaved(kind):
-        result = _interleaved(known, chosen, kind)
-    else:
-        alone = (_interleaved([contender], chosen, kind) for contender in known)
-        result = [job for own in alone for job in own]
+    groups = sharing(known, kind, together)
+    result = [job for group in groups for job in _interleaved(group, chosen, kind)]
     if not result:
         raise ValueError(
             f"contenders: got {', '.join(names)}, expected one at least that takes part in "
@@ -362,7 +360,7 @@ def run(
         kind,
     )
     contenders = chosen.contenders if contenders is None else contenders
-    waiting = deque(jobs(contenders, cells, len(indices), seconds, kind))
+    waiting = deque(jobs(contenders, cells, len(indices), seconds, kind, chosen.together))
     commit = commit or files.source_commit()
     size = "small" if small else chosen.size
     children = _Children()

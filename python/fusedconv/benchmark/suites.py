@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fusedconv.benchmark.cells import PASSES, PRECISIONS
-from fusedconv.benchmark.contenders import CONTENDERS
+from fusedconv.benchmark.contenders import CONTENDERS, Contender
 from fusedconv.benchmark.layers import LAYERS
 from fusedconv.benchmark.records import INTERLEAVED_METHOD, LAYERS_METHOD, METHOD
 from fusedconv.benchmark.workloads import NORMS
@@ -21,7 +22,8 @@ class Suite:
     ``size`` is one of ``models.SIZES``, ``method`` what headers of results say. ``seconds`` of
     timing a record, between ``least`` and ``most`` repetitions; ``flushes`` as ``timing.Clock``
     takes it. ``compiles_ahead`` lets parallel processes do torch.compile's work before the timing:
-    for many cells whose tensors fit on a device a processor's core.
+    for many cells whose tensors fit on a device a processor's core. ``together`` lets those that
+    may share a process do so, and take turns: for cells in which the host decides.
     """
 
     workloads: tuple[str, ...]
@@ -35,6 +37,7 @@ class Suite:
     passes: tuple[str, ...] = PASSES
     flushes: bool = False
     compiles_ahead: bool = False
+    together: bool = False
 
 
 _ON_PROCESSORS = ("fusedconv", "eager", "compile")
@@ -76,6 +79,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             passes=("forward",),
             flushes=True,
             compiles_ahead=True,
+            together=True,
         ),
         "cpu": Suite(
             workloads=tuple(LAYERS),
@@ -93,10 +97,18 @@ SUITES: dict[str, dict[str, Suite]] = {
 DEFAULT_SUITE = "systems"
 
 
-def interleaved(kind: str) -> bool:
-    """Whether contenders take turns in one process on devices of a ``kind``, by torch's type of
-    it; else each has processes of its own, as torch keeps cuDNN's plans."""
-    return kind != "cuda"
+def sharing(
+    contenders: Sequence[Contender], kind: str, together: bool
+) -> list[tuple[Contender, ...]]:
+    """Who takes turns in a process on devices of a ``kind``, by torch's type of it: on processors
+    all. On GPUs torch keeps the cuDNN plan that a convolution got first: there each is alone, or
+    ``together`` those with cudnn.benchmark on, and ours, for which it is on beside them."""
+    if kind != "cuda":
+        return [tuple(contenders)]
+    sharers = tuple(each for each in contenders if each.ours or each.cudnn_benchmark)
+    if not together or all(each.ours for each in sharers):
+        return [(each,) for each in contenders]
+    return [sharers, *((each,) for each in contenders if each not in sharers)]
 
 
 def default_device() -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ def poison(num_bytes: int = 64 << 20, device: str = "cuda") -> None:
 def bound(eager_error: float, precision: str) -> float:
     # 1.1 times eager's error, and a floor of a few roundings for results that eager has exact.
     return 1.1 * eager_error + {"tf32": 2e-6, "fp32": 4e-8, "fp16": 1e-5, "bf16": 1e-4}[precision]
+
+
+def same_bits_beside_products(run: Callable[[], torch.Tensor]) -> None:
+    """Asserts that 1000 calls have the bits of the first, while another stream multiplies."""
+    first = run()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    square = torch.randn(1536, 1536, device="cuda")
+    for repetition in range(1000):
+        if repetition % 4 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(square, square)
+        assert torch.equal(run(), first), repetition
 
 
 def round_to_tf32(x: torch.Tensor) -> torch.Tensor:

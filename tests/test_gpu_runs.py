@@ -8,7 +8,11 @@ import random
 
 import pytest
 import torch
-from gpu_checks import FEWEST_NORMALISED_VALUES, fused_against_fp64
+from gpu_checks import (
+    FEWEST_NORMALISED_VALUES,
+    fused_against_fp64,
+    same_bits_beside_products,
+)
 from reference import ACTIVATIONS, ORDERS
 
 from fusedconv.benchmark import DTYPES
@@ -164,15 +168,7 @@ def test_same_bits_while_other_streams_hold_part_of_the_gpu(kernel, force):
     def run():
         return conv_transpose_act_norm(x, weight, None, **arguments)
 
-    first = run()
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    square = torch.randn(1536, 1536, device="cuda")
-    for repetition in range(1000):
-        if repetition % 4 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(square, square)
-        assert torch.equal(run(), first), repetition
+    same_bits_beside_products(run)
 
 
 @pytest.mark.parametrize("kernel", ROWS, ids=lambda kernel: kernel.name)

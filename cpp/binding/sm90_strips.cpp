@@ -19,6 +19,7 @@ void bind_sm90_strips(py::module_& room) {
           "Columns of the input before an output's that the filter reads.");
   m.attr("positions") = kPositions;
   m.attr("stages") = kStages;
+  m.attr("most_lines") = kMostLines;
   m.def("rows", &rows, py::return_value_policy::reference, "The compiled kernels.");
   py::class_<Config>(m, "Config", "How a row serves a problem of any batch size on a device.")
       .def(py::init<Row const&, conv::ConvProblem const&, Layout, bool, bool, Device const&>(),

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "conv/sm90/architecture.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90 {
@@ -101,11 +102,7 @@ Schedule refused(std::string reason) {
 
 Schedule schedule_of(ConvProblem const& p, TileShape const& tile, Layout layout, bool aligned,
                      Device const& device) {
-  if (device.architecture != kArchitecture) {
-    return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
-                                kArchitecture % 10, ", the device has ", device.architecture / 10,
-                                ".", device.architecture % 10));
-  }
+  if (Support const runs = supports_architecture(device); !runs) return refused(runs.reason);
   Schedule s;
   int const innermost = layout == Layout::kChannelsFirst ? p.w : p.c;
   s.tma = aligned && int64_t(innermost) * tile.element_bytes() % 16 == 0;

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "conv/axis.hpp"
-#include "conv/sm90/schedule.hpp"
+#include "conv/sm90/architecture.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::runs {
@@ -235,11 +235,7 @@ Support divide_taps(Schedule& s, ConvProblem const& p, Window const& window, Pha
 
 Schedule schedule_of(ConvProblem const& p, Math math, Window const& window, Phases const* phases,
                      Layout layout, bool aligned, bool padded_lines, Device const& device) {
-  if (device.architecture != kArchitecture) {
-    return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
-                                kArchitecture % 10, ", the device has ", device.architecture / 10,
-                                ".", device.architecture % 10));
-  }
+  if (Support const runs = supports_architecture(device); !runs) return refused(runs.reason);
   if (layout != Layout::kChannelsFirst) return refused("reads NCHW; the input is channels last");
   Window const taken{p.lower_padding_w, p.s - 1 - p.lower_padding_w};
   if (p.s > kMaxWindow || (p.s > 1 && p.dilation_w != 1)) {

@@ -6,9 +6,9 @@
 
 #include "conv/sm90/strips/params.hpp"
 #include "conv/sm90/strips/traits.hpp"
-#include "conv/sm90/strips/vectors.hpp"
 #include "conv/sm90/wait.hpp"
 #include "cuda/async.hpp"
+#include "cuda/store_shared.hpp"
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 
@@ -36,6 +36,15 @@ __device__ __forceinline__ void bring_lines(Params const& p, Maps const& maps, B
                                    column + kPositions, line, 0, segment.sample, 0);
     }
   }
+}
+
+// Of shared memory, by its address there.
+__device__ __forceinline__ uint4 load_vector(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
 }
 
 // The upper half of a word and the lower half of the one behind it.
@@ -96,9 +105,9 @@ class LineCopies {
       // The first copy is what was brought.
       uint4 const v = load_vector(own);
       uint32_t const next = device::load_word(behind[0]);
-      store_vector(own + kCopyBytes,
-                   {between(v.x, v.y), between(v.y, v.z), between(v.z, v.w), between(v.w, next)});
-      store_vector(own + 2 * kCopyBytes, {v.y, v.z, v.w, next});
+      device::store_shared(own + kCopyBytes, make_uint4(between(v.x, v.y), between(v.y, v.z),
+                                                        between(v.z, v.w), between(v.w, next)));
+      device::store_shared(own + 2 * kCopyBytes, make_uint4(v.y, v.z, v.w, next));
     } else {
       // The first position that is read is one or two in front of the lead's end: the first copy
       // takes the place of what was brought. A warp has all of its channels' vectors, and reads
@@ -111,13 +120,14 @@ class LineCopies {
       uint4 const half = {between(before, v.x), between(v.x, v.y), between(v.y, v.z),
                           between(v.z, v.w)};
       if constexpr (kReach.before == 2) {
-        store_vector(own, {before, v.x, v.y, v.z});
-        store_vector(own + kCopyBytes, half);
-        store_vector(own + 2 * kCopyBytes, v);
+        device::store_shared(own, make_uint4(before, v.x, v.y, v.z));
+        device::store_shared(own + kCopyBytes, half);
+        device::store_shared(own + 2 * kCopyBytes, v);
       } else {
-        store_vector(own, half);
-        store_vector(own + kCopyBytes, v);
-        store_vector(own + 2 * kCopyBytes, {half.y, half.z, half.w, between(v.w, last)});
+        device::store_shared(own, half);
+        device::store_shared(own + kCopyBytes, v);
+        device::store_shared(own + 2 * kCopyBytes,
+                             make_uint4(half.y, half.z, half.w, between(v.w, last)));
       }
     }
   }

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "conv/sm90/schedule.hpp"
+#include "conv/sm90/architecture.hpp"
 #include "fusedconv/check.hpp"
 
 namespace fusedconv::conv::sm90::strips {
@@ -20,11 +20,7 @@ Schedule refused(std::string reason) {
 
 Schedule schedule_of(ConvProblem const& p, Reach const& reach, Math math, Layout layout,
                      bool aligned, bool padded_lines, Device const& device) {
-  if (device.architecture != kArchitecture) {
-    return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
-                                kArchitecture % 10, ", the device has ", device.architecture / 10,
-                                ".", device.architecture % 10));
-  }
+  if (Support const runs = supports_architecture(device); !runs) return refused(runs.reason);
   if (traits_of(math).element_bytes() != 2) return refused("the row is not of 16 bits");
   if (layout != Layout::kChannelsFirst) return refused("reads NCHW; the input is channels last");
   if (p.d != 1 || p.z != 1 || p.t != 1) return refused("serves planes; the problem has depth");

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "conv/sm90/architecture.hpp"
 #include "conv/sm90/schedule.hpp"
 #include "conv/sm90/splits.hpp"
 #include "fusedconv/check.hpp"
@@ -27,11 +28,7 @@ Schedule refused(std::string reason) {
 
 Schedule schedule_of(ConvProblem const& p, Math math, int filter_rows, Layout layout,
                      Device const& device) {
-  if (device.architecture != kArchitecture) {
-    return refused(detail::join("runs on compute capability ", kArchitecture / 10, ".",
-                                kArchitecture % 10, ", the device has ", device.architecture / 10,
-                                ".", device.architecture % 10));
-  }
+  if (Support const runs = supports_architecture(device); !runs) return refused(runs.reason);
   if (layout != Layout::kChannelsFirst) return refused("reads NCHW; the input is channels last");
   if (p.r != filter_rows) {
     return refused(detail::join("a filter of ", filter_rows, " rows, not ", p.r));

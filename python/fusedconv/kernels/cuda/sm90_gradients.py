@@ -454,5 +454,5 @@ def kernels() -> list[Kernel]:
         for index, row in enumerate(runs.rows())
         if not row.interleaves
     ]
-    maths = dict.fromkeys(row.row.math for row in rows)
+    maths = dict.fromkeys(row.math for row in runs.rows())
     return [GradientsSm90(math, [row for row in rows if row.row.math == math]) for math in maths]

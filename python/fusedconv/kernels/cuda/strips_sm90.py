@@ -24,9 +24,6 @@ from fusedconv.plan import Kernel
 from fusedconv.problem import ActNormAct, ForwardProblem, act_norm_act
 from fusedconv.support import Support
 
-#: Lines of a launch, which are counted in 32 bits.
-MOST_LINES = 1 << 30
-
 #: Cycles of the tensor cores for a line of 64 positions and channels: 9 taps in steps of 16.
 _LINE_CYCLES = 36 * 32.0
 #: What products take of what the estimate of the runs says of theirs: system 1's input gradient in
@@ -69,7 +66,7 @@ class StripsSm90(RunsSm90):
         return conv + self.milliseconds_beside(problem, device, chunks)
 
     def most_samples(self, problem: ForwardProblem, config: Any) -> int:
-        return MOST_LINES // problem.output_spatial[-2]
+        return int(self.room.most_lines) // problem.output_spatial[-2]
 
     def streams_norm(self, problem: ForwardProblem, device: Device) -> bool:
         """Whether one pass behind the convolution activates, takes the moments and normalises:

@@ -94,6 +94,7 @@ def served(**changes) -> list[dict]:
     job = {
         **dict(device="cpu", index=None, rates={}, seconds=0.0, least=1, most=1, size="small"),
         "flushes": False,
+        "in_a_row": 1,
         "contenders": ["eager"],
         "cells": [
             cell.fields() for cell in select_cells(["system1"], ["fp32"], ["nchw"], ["forward"])

@@ -117,6 +117,27 @@ def test_contenders_take_turns_on_different_inputs():
     assert {place for who, place in made if who == "a"} == {0, 1, 2, 3}
 
 
+def test_the_first_of_several_calls_in_a_row_does_not_count(monkeypatch):
+    now, made = [0.0], []
+
+    def call(who, place):
+        made.append((who, place))
+        first = len(made) == 1 or made[-2][0] != who
+        now[0] += 1.0 if first else 0.0625 if who == "a" else 0.125
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    calls = [[lambda who=who, n=n: call(who, n) for n in range(3)] for who in "ab"]
+    clock = benchmark.Clock(CPU, seconds=0.0, least=6, most=6, in_a_row=4)
+    timings = clock.interleave(calls)
+    assert [each.milliseconds for each in timings] == [[62.5] * 6, [125.0] * 6]
+    rounds = [made[start : start + 8] for start in range(8, len(made), 8)]  # after one to warm up
+    assert ["".join(who for who, _ in each) for each in rounds] == ["aaaabbbb", "bbbbaaaa"]
+    assert rounds[0] == [
+        (who, n % 3) for who, first in (("a", 0), ("b", 1)) for n in range(first, first + 4)
+    ]
+    assert timings[0].fields()["reps"] == 6
+
+
 def test_the_time_is_the_contenders_together(monkeypatch):
     now = [0.0]
 

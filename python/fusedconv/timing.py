@@ -62,7 +62,10 @@ class Clock:
 
     ``flushes``: on a GPU each call follows a write of several ``CACHE_BYTES``. So it finds nothing
     of its own in the cache, and as it is launched while the GPU writes, launches that take no
-    longer than that do not count."""
+    longer than that do not count.
+
+    ``in_a_row``: how often a contender is called whenever its turn comes, in which it finds the
+    host's caches full of the others' code. The first of several such calls does not count."""
 
     def __init__(
         self,
@@ -71,9 +74,11 @@ class Clock:
         least: int,
         most: int = 200,
         flushes: bool = False,
+        in_a_row: int = 1,
     ) -> None:
         self.cuda = device.type == "cuda"
         self.seconds, self.least, self.most = seconds, least, most
+        self.in_a_row = in_a_row
         self._written = (
             torch.empty(_WRITES * CACHE_BYTES, dtype=torch.int8, device=device)
             if self.cuda and flushes
@@ -107,11 +112,11 @@ class Clock:
         return timing
 
     def interleave(self, contenders: Sequence[Sequence[Call | Prepared]]) -> list[Timing]:
-        """The same for several contenders at a time, which make one call each in every round.
+        """The same for several contenders at a time, which take one turn each in every round.
 
         Who begins changes from round to round, and every second round runs backwards. In a round
-        no two make the call of the same place in their lists, unless these are shorter than the
-        number of contenders: calls on the same tensors would find them in the caches.
+        no two begin with the call of the same place in their lists, unless these are shorter than
+        the number of contenders: calls on the same tensors would find them in the caches.
         """
         count = len(contenders)
         timings = [Timing([], []) for _ in contenders]
@@ -127,7 +132,8 @@ class Clock:
             timing.clear()
         start = time.perf_counter()
         number = 0
-        while number < self.least or (number < self.most and lasts()):
+        taken = max(self.in_a_row - 1, 1)  # of a contender in a round
+        while number * taken < self.least or (number * taken < self.most and lasts()):
             self.play(number, contenders, timings)
             number += 1
         return timings
@@ -143,6 +149,9 @@ class Clock:
         order = [(number // 2 + place) % count for place in range(count)]
         for index in order if number % 2 == 0 else reversed(order):
             calls = contenders[index]
-            milliseconds, host = self.once(calls[(number + index) % len(calls)])
-            timings[index].milliseconds.append(milliseconds)
-            timings[index].host_microseconds.append(host)
+            for repeat in range(self.in_a_row):
+                place = number * self.in_a_row + repeat + index
+                milliseconds, host = self.once(calls[place % len(calls)])
+                if repeat > 0 or self.in_a_row == 1:
+                    timings[index].milliseconds.append(milliseconds)
+                    timings[index].host_microseconds.append(host)

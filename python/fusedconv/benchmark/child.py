@@ -82,7 +82,9 @@ def serve(job: dict[str, Any], emit: Emit) -> None:
     if job.get("measure") == "nothing":
         _compile(contenders, job, device)
         return
-    clock = Clock(device, job["seconds"], job["least"], job["most"], job["flushes"])
+    clock = Clock(
+        device, job["seconds"], job["least"], job["most"], job["flushes"], job["in_a_row"]
+    )
     for number, fields in enumerate(job["cells"]):
         emit({"began": number})
         try:

@@ -370,6 +370,7 @@ def run(
         "least": chosen.least if least is None else least,
         "most": chosen.most,
         "flushes": chosen.flushes,
+        "in_a_row": chosen.in_a_row,
         "size": size,
     }
     if kind == "cuda":

@@ -23,7 +23,8 @@ class Suite:
     timing a record, between ``least`` and ``most`` repetitions; ``flushes`` as ``timing.Clock``
     takes it. ``compiles_ahead`` lets parallel processes do torch.compile's work before the timing:
     for many cells whose tensors fit on a device a processor's core. ``together`` lets those that
-    may share a process do so, and take turns: for cells in which the host decides.
+    may share a process do so, and take turns of ``in_a_row`` calls, as ``timing.Clock`` takes it:
+    for cells in which the host decides.
     """
 
     workloads: tuple[str, ...]
@@ -38,6 +39,7 @@ class Suite:
     flushes: bool = False
     compiles_ahead: bool = False
     together: bool = False
+    in_a_row: int = 1
 
 
 _ON_PROCESSORS = ("fusedconv", "eager", "compile")
@@ -80,6 +82,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             flushes=True,
             compiles_ahead=True,
             together=True,
+            in_a_row=5,
         ),
         "cpu": Suite(
             workloads=tuple(LAYERS),

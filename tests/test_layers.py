@@ -185,7 +185,7 @@ def test_compiling_comes_first_in_processes_of_its_own(monkeypatch, tmp_path, su
     assert {request["threads"] for request in compiled} <= {"1"}
     assert all(request["threads"] is None for request in requests if request not in compiled)
     assert {request["flushes"] for request in requests} == {ahead}
-    assert {request["in_a_row"] for request in requests} == {5 if suite == "layers" else 1}
+    assert {request["in_a_row"] for request in requests} == {12 if suite == "layers" else 1}
 
 
 def test_a_process_that_compiles_calls_each_model_once(monkeypatch):

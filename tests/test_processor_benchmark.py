@@ -117,7 +117,7 @@ def test_contenders_take_turns_on_different_inputs():
     assert {place for who, place in made if who == "a"} == {0, 1, 2, 3}
 
 
-def test_the_first_of_several_calls_in_a_row_does_not_count(monkeypatch):
+def test_the_first_quarter_of_calls_in_a_row_does_not_count(monkeypatch):
     now, made = [0.0], []
 
     def call(who, place):
@@ -132,9 +132,7 @@ def test_the_first_of_several_calls_in_a_row_does_not_count(monkeypatch):
     assert [each.milliseconds for each in timings] == [[62.5] * 6, [125.0] * 6]
     rounds = [made[start : start + 8] for start in range(8, len(made), 8)]  # after one to warm up
     assert ["".join(who for who, _ in each) for each in rounds] == ["aaaabbbb", "bbbbaaaa"]
-    assert rounds[0] == [
-        (who, n % 3) for who, first in (("a", 0), ("b", 1)) for n in range(first, first + 4)
-    ]
+    assert rounds[0] == [(who, (first + n) % 3) for first, who in enumerate("ab") for n in range(4)]
     assert timings[0].fields()["reps"] == 6
 
 

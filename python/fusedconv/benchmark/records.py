@@ -82,9 +82,9 @@ at the models' sizes, next to what a user could pick instead.
 
 Each record is one contender in one cell (workload, pass, precision, layout). Those for which
 cudnn.benchmark is on, before the first call, and fusedconv run in one process and take turns: every
-round calls each five times, the first of which does not count, as it finds the others' code in the
-host's caches; who begins changes from round to round and every second round runs backwards, so that
-what else the host does meets all of them alike. torch keeps the cuDNN plan of a convolution
+round calls each twelve times, the first three of which do not count, as they find the others' code
+in the host's caches; who begins changes from round to round and every second round runs backwards,
+so that what else the host does meets all of them alike. torch keeps the cuDNN plan of a convolution
 for as long as a process lives, so eager, for which cudnn.benchmark is off, has one of its own, and
 torch's operators that serve parts of fusedconv's cells have it on. fusedconv computes LayerNorm
 over channels and BatchNorm of inference by its function, which folds running statistics in each

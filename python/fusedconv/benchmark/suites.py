@@ -82,7 +82,7 @@ SUITES: dict[str, dict[str, Suite]] = {
             flushes=True,
             compiles_ahead=True,
             together=True,
-            in_a_row=5,
+            in_a_row=12,
         ),
         "cpu": Suite(
             workloads=tuple(LAYERS),

@@ -58,7 +58,7 @@ class Timing:
 
 class Clock:
     """Times calls on the current CUDA stream, or on the processor where there is no GPU: for
-    ``seconds`` a contender, at least ``least`` and else at most ``most`` times.
+    ``seconds`` a contender, at least ``least`` and else at most ``most`` times, in whole turns.
 
     ``flushes``: on a GPU each call follows a write of several ``CACHE_BYTES``. So it finds nothing
     of its own in the cache, and as it is launched while the GPU writes, launches that take no

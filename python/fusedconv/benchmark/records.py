@@ -60,8 +60,8 @@ of real models, next to what a user could pick instead.
 Each record is one contender in one cell (workload, pass, precision, layout). All contenders of a
 cell run in one process and take turns: every round calls each once, who begins changes from round
 to round and every second round runs backwards, so that what else the machine does meets all of them
-alike. (On a GPU each has a process of its own, because torch keeps the cuDNN plan that a
-convolution got first; a processor has no such plans.) Compiling comes before the timing.
+alike. (On a GPU those that differ in cudnn.benchmark cannot, because torch keeps the cuDNN plan
+that a convolution got first; a processor has no such plans.) Compiling comes before the timing.
 
 Times are the wall clock's around one call each, after a warm-up, medians with the 10th and 90th
 percentile; inputs rotate, in a round each contender takes another one. Forward passes run without

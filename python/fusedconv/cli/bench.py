@@ -220,7 +220,8 @@ def _kernels(
 def bench(context: click.Context, /, **options: Any) -> None:
     """Times systems, layers or GroupNorm with activations next to eager and others.
 
-    On a GPU each contender runs in processes of its own, on a processor they take turns in one.
+    On a GPU each contender runs in processes of its own, but for layers all with cudnn.benchmark on
+    take turns in one, as on a processor all do.
     With --kernels each problem's kernels are timed instead, in turns.
     """
     check_settings()

@@ -176,6 +176,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="losses as an image")
     arguments = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = "RANK" in os.environ
+    if launched != (arguments.wrap != "none"):
+        parser.error(
+            f"--wrap: got {arguments.wrap} {'under' if launched else 'without'} torchrun, expected "
+            + ("ddp or fsdp" if launched else "none")
+        )
     if arguments.wrap != "none" and arguments.batch % ranks:
         parser.error(
             f"--batch: got {arguments.batch}, expected a multiple of {ranks} processes, whose "

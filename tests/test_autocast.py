@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import reference
 import torch
@@ -57,6 +60,42 @@ def test_autocast_leaves_float64_alone():
         result = module(x)
     assert result.dtype == torch.float64
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def in_torch(module, x):
+    conv, norm = module.conv_transpose, module.group_norm
+    y = F.gelu(F.conv_transpose2d(x, conv.weight, conv.bias))
+    return F.group_norm(y, norm.num_groups, norm.weight, norm.bias)
+
+
+def test_training_with_scaled_gradients_is_torchs():
+    module = perturbed(ConvTransposeActNorm2d(4, 6, 3, num_groups=2, activation="gelu"))
+    twin = copy.deepcopy(module)
+    scales = []
+    for model, call in (
+        (module, module),
+        (twin, functools.partial(in_torch, twin)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                output = call(torch.randn(2, 4, 5, 6, generator=generator))
+            target = torch.randn(output.shape, generator=generator)
+            loss = (output.float() * target).mean()
+            # Once they overflow, which the scaler answers by no step and half of its scale.
+            scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()
+            before = copy.deepcopy(model.state_dict())
+            scaler.step(optimizer)
+            scaler.update()
+            same = all(torch.equal(before[name], value) for name, value in model.named_parameters())
+            assert same == (step == 2)
+        scales.append(scaler.get_scale())
+    assert scales == [512.0, 512.0]
+    for (name, value), expected in zip(module.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=name)
 
 
 #: What torch returns under autocast on GPUs, by the kind of normalisation.

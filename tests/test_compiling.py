@@ -81,6 +81,21 @@ def test_compiles_under_autocast(compiled):
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_trains_under_autocast(compiled):
+    model = Everything()
+    compiled_model = compiled(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 4, 5, 6)
+    found = []
+    for each in (compiled_model, model):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = (each(leaf).float() ** 3).sum()
+        found.append(torch.autograd.grad(loss, [leaf, *model.parameters()]))
+    for actual, expected in zip(*found, strict=True):
+        assert actual.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * expected.abs().max())
+
+
 @TORCH_SCRIPTS
 def test_compiles_with_inductor(compiled, cpp_compiler):
     model = Everything()

@@ -30,10 +30,31 @@ def test_a_batch_that_processes_do_not_divide_is_refused():
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "WORLD_SIZE": "2"},
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
     )
     assert done.returncode == 2
     assert "--batch: got 7, expected a multiple of 2 processes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrap", "launched", "message"),
+    [
+        ("ddp", {}, "--wrap: got ddp without torchrun, expected none"),
+        ("none", {"RANK": "0"}, "--wrap: got none under torchrun, expected ddp or fsdp"),
+    ],
+    ids=["alone", "launched"],
+)
+def test_processes_are_launched_where_the_model_is_wrapped(wrap, launched, message):
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--wrap", wrap],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**environment, **launched},
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize("wrap", ["none", "ddp", "fsdp"])

@@ -476,18 +476,37 @@ def test_parts_that_the_reference_serves_are_logged_with_reasons(random, caplog)
         functional.conv_transpose_act_norm(x, weight, num_groups=2).sum().backward()
     (convolution,) = log_lines(caplog)
     assert convolution.startswith("torch_convolution_backward serves gradients of weight through")
-    assert "on processor: cpu: torch's own call is this form already" in convolution
+    assert "is estimated to take less time than cpu_" in convolution
     caplog.clear()
     functional.conv_transpose_act_norm(x, weight, activation="gelu").sum().backward()
     epilogue = log_lines(caplog)[0]
     assert epilogue.startswith("torch_epilogue_backward serves gradients of conv_output through ")
-    assert "on processor: cpu: fuses activation and GroupNorm; there is no GroupNorm" in epilogue
+    assert "is estimated to take less time than cpu_ungrouped_backward" in epilogue
 
 
-def test_the_reference_is_said_to_be_cheapest_where_it_is(registered, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("others", "by", "why"),
+    [
+        (
+            [Toy("dear", 3.0), Toy("ours", 2.0), Toy("no", 0.5, refusal="cannot")],
+            "cost",
+            "is estimated to take less time than ours",
+        ),
+        ([Toy("ours", 0.5), Toy("no", 0.5, refusal="cannot")], "tuned", "was tuned"),
+        ([Toy("ours", 0.5)], "reference", "FUSEDCONV_KERNEL=reference"),
+        ([Toy("no", 0.5, "bad", refusal="cannot")], "cost", "bad: cannot"),
+        ([], "cost", "no other kernel computes that"),
+    ],
+    ids=["cheaper", "tuned", "forced", "others refuse", "alone"],
+)
+def test_why_the_reference_serves_is_said(registered, caplog, monkeypatch, others, by, why):
     caplog.set_level(logging.INFO, logger="fusedconv")
     reference = Toy("reference", 1.0)
-    registered(reference, Toy("ours", 2.0))
+    registered(reference, *others)
+    if by == "tuned":
+        tune(PROBLEM, KNOWN[90], ["reference"])
+    elif by != "cost":
+        monkeypatch.setenv("FUSEDCONV_KERNEL", by)
     compile_plan = reference.compile
 
     def compiled(problem, device):
@@ -496,9 +515,12 @@ def test_the_reference_is_said_to_be_cheapest_where_it_is(registered, caplog, mo
         return plan
 
     monkeypatch.setattr(reference, "compile", compiled)
-    plan_for(PROBLEM, KNOWN[90])
+    try:
+        plan_for(PROBLEM, KNOWN[90])
+    finally:
+        tune(PROBLEM, KNOWN[90], None)
     (line,) = log_lines(caplog)
-    assert line == f"reference serves {PROBLEM} on H200 (sm_90): cheapest"
+    assert line == f"reference serves {PROBLEM} on H200 (sm_90): {why}"
 
 
 def test_a_tuned_kernel_that_is_passed_over_is_logged(caplog):

@@ -79,7 +79,7 @@ def test_what_a_block_holds(row):
         (dict(channels=65), "has 65 input channels, up to 64 are served"),
         (dict(taps=2), "its filter is 3 x 3 neighbours, not 2 x 2"),
         (dict(width=255), "the input's lines are no multiples of 16 bytes: 255 times 2"),
-        (dict(aligned=False), "or its address is none"),
+        (dict(aligned=False), "the input's address is no multiple of 16 bytes"),
         (dict(epilogue=(fusedconv.Bias(), fusedconv.Activation("gelu"))), "with its bias alone"),
     ],
 )

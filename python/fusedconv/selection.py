@@ -357,7 +357,7 @@ def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> A
         _plans.put(own_key, plan)
         for (piece, _), part in zip(choice.chosen, plans, strict=True):
             if part.is_reference:
-                why = _why_reference(piece, device)
+                why = _why_reference(piece, device, part.kernel, choice.by)
                 log_once(
                     (piece, device, forced),
                     "%s serves %s on %s: %s",
@@ -371,15 +371,20 @@ def plan_for(problem: Problem, device: Device, key: Hashable | None = None) -> A
     return plan
 
 
-def _why_reference(problem: Problem, device: Device) -> str:
+def _why_reference(problem: Problem, device: Device, reference: str, by: str) -> str:
+    """Why the kernel called ``reference`` serves a problem; ``by`` as in ``Choice``."""
     candidates = registry().candidates(problem, device)
-    if len(candidates) == 1:
+    others = [candidate for candidate in candidates if candidate.kernel.name != reference]
+    if not others:
         return "no other kernel computes that"
+    if others[0].support:  # those come first, by cost
+        name = others[0].kernel.name
+        known = {"cost": f"is estimated to take less time than {name}", "tuned": "was tuned"}
+        return known.get(by, f"{FORCE_VARIABLE}={by}")
     reasons: dict[str, str] = {}
-    for candidate in candidates:
-        if not candidate.support:
-            reasons.setdefault(candidate.kernel.provider, candidate.support.reason)
-    return "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "cheapest"
+    for candidate in others:
+        reasons.setdefault(candidate.kernel.provider, candidate.support.reason)
+    return "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items())
 
 
 # ---- running -------------------------------------------------------------------------------------

@@ -35,9 +35,10 @@ Schedule schedule_of(ConvProblem const& p, Reach const& reach, Math math, Layout
   if (p.c > kChannels) {
     return refused(detail::join("has ", p.c, " input channels, up to ", kChannels, " are served"));
   }
-  if (!aligned || (!padded_lines && p.w % kGranule != 0)) {
-    return refused(detail::join("the input's lines are no multiples of 16 bytes: ", p.w, " times 2",
-                                aligned ? "" : ", or its address is none"));
+  if (!aligned) return refused("the input's address is no multiple of 16 bytes");
+  if (!padded_lines && p.w % kGranule != 0) {
+    return refused(
+        detail::join("the input's lines are no multiples of 16 bytes: ", p.w, " times 2"));
   }
   if (p.q % kGranule != 0) {
     return refused(

@@ -15,6 +15,7 @@ from fusedconv import benchmark, selection, timing, tuning
 from fusedconv.benchmark import child, contenders, measuring, running
 from fusedconv.benchmark import records as files
 from fusedconv.benchmark.cells import Cell, select_cells
+from fusedconv.benchmark.timing import matrix_rate
 from fusedconv.models import SYSTEMS
 from fusedconv.testing import relative_error, sample_error
 
@@ -598,3 +599,36 @@ def test_the_table_gathers_norms(tmp_path, capsys):
         plain: "2.00x, least 0.50x, 1 of 3 slower",
     }
     assert lines[-1].strip() == f"0.50x {SLOW} forward fp32 nchw"
+
+
+@pytest.mark.parametrize("pass_", benchmark.PASSES)
+def test_cells_under_autocast(pass_):
+    """Tensors are float32, what the forward pass computes is lower."""
+    (cell,) = select_cells(["system3"], ["autocast_bf16"], ["nchw"], [pass_])
+    assert cell.fields()["dtype"] == "float32"
+    contenders = ["fusedconv", "eager"]
+    (*_, line) = served(contenders=contenders, cells=[cell.fields()])
+    for record, contender in zip(line["records"], contenders, strict=True):
+        assert (record["contender"], record["precision"]) == (contender, "autocast_bf16")
+        assert record["error_fp64"] < 1e-6  # torch normalises in float32
+    (cell,) = select_cells(["system1"], ["autocast_bf16"], ["nchw"], [pass_])
+    (*_, line) = served(contenders=contenders, cells=[cell.fields()])
+    for record in line["records"]:
+        assert 1e-4 < record["error_fp64"] < 2e-2
+
+
+def test_the_output_under_autocast_is_torchs():
+    (cell,) = select_cells(["system1"], ["autocast_fp16"], ["nchw"], ["forward_backward"])
+    setup = measuring.prepare(cell, torch.device("cpu"), "small")
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        output = setup.original(setup.inputs[0])
+    assert output.dtype == setup.output_dtype == setup.grad.dtype
+    assert output.shape == setup.grad.shape == setup.output_shape
+    assert setup.output_bytes == output.nbytes
+    assert {parameter.dtype for parameter in setup.original.parameters()} == {torch.float32}
+
+
+def test_floors_under_autocast_are_those_of_what_it_lowers_to():
+    rates = {"bf16": 4.0, "fp16": 2.0, "tf32": 1.0}
+    assert matrix_rate("autocast_bf16", rates) == 4.0
+    assert matrix_rate("autocast_fp16", rates) == 2.0

@@ -6,6 +6,7 @@ every file of results holds its own.
 """
 
 from fusedconv.benchmark.cells import (
+    ALL_PRECISIONS,
     DTYPES,
     LAYOUTS,
     PASSES,
@@ -27,6 +28,7 @@ from fusedconv.benchmark.workloads import NORMS, WORKLOADS, NormWorkload, Worklo
 from fusedconv.timing import Clock, Timing
 
 __all__ = [
+    "ALL_PRECISIONS",
     "CONTENDERS",
     "DEFAULT_SUITE",
     "DTYPES",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +19,11 @@ DTYPES: dict[str, torch.dtype] = {
     name: dtype for name, dtype in precision.DTYPES.items() if name != "fp64"
 }
 PRECISIONS = tuple(DTYPES)
+#: Precisions in which tensors are float32 and the forward pass is called under autocast: which of
+#: ``PRECISIONS`` that lowers to.
+AUTOCAST = {"autocast_bf16": "bf16", "autocast_fp16": "fp16"}
+#: All that a cell may have.
+ALL_PRECISIONS = (*PRECISIONS, *AUTOCAST)
 LAYOUTS = ("nchw", "nhwc")
 PASSES = ("forward", "forward_backward")
 
@@ -39,6 +47,17 @@ class Cell:
         return len(WORKLOADS[self.workload].shape("full")) > 3
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and inputs."""
+        return torch.float32 if self.precision in AUTOCAST else DTYPES[self.precision]
+
+    def lowering(self, device: str) -> AbstractContextManager[Any]:
+        """What the forward pass is called in, on devices of a type."""
+        if self.precision not in AUTOCAST:
+            return contextlib.nullcontext()
+        return torch.autocast(device, DTYPES[AUTOCAST[self.precision]])
+
+    @property
     def title(self) -> str:
         return f"{self.workload} {self.pass_} {self.precision} {self.layout}"
 
@@ -47,7 +66,7 @@ class Cell:
         return {
             "workload": self.workload,
             "pass": self.pass_,
-            "dtype": str(DTYPES[self.precision]).removeprefix("torch."),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "precision": self.precision,
             "layout": self.layout,
         }
@@ -81,7 +100,7 @@ def select_cells(
     workloads, precisions = tuple(workloads), tuple(precisions)
     layouts, passes = tuple(layouts), tuple(passes)
     check_names("workloads", workloads, WORKLOADS)
-    check_names("precisions", precisions, PRECISIONS)
+    check_names("precisions", precisions, ALL_PRECISIONS)
     check_names("layouts", layouts, LAYOUTS)
     check_names("passes", passes, PASSES)
     every = [

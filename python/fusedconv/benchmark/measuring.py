@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedconv.benchmark.cells import DTYPES, Cell, memory_format
+from fusedconv.benchmark.cells import AUTOCAST, Cell, memory_format
 from fusedconv.benchmark.contenders import Contender
 from fusedconv.benchmark.workloads import WORKLOADS, Workload
 from fusedconv.device import processor_name
@@ -91,6 +92,7 @@ class Setup:
     original: nn.Module
     inputs: list[Tensor]
     output_shape: tuple[int, ...]
+    output_dtype: torch.dtype
     grad: Tensor | None
 
     @property
@@ -103,7 +105,20 @@ class Setup:
 
     @property
     def output_bytes(self) -> int:
-        return torch.Size(self.output_shape).numel() * self.inputs[0].itemsize
+        return torch.Size(self.output_shape).numel() * self.output_dtype.itemsize
+
+    def lowering(self) -> AbstractContextManager[Any]:
+        return self.cell.lowering(self.inputs[0].device.type)
+
+
+def _output_dtype(cell: Cell, device: torch.device, shape: tuple[int, ...]) -> torch.dtype:
+    """Of the output of an input of that ``shape``, found without computing it."""
+    if cell.precision not in AUTOCAST:
+        return cell.dtype
+    workload = WORKLOADS[cell.workload]
+    with FakeTensorMode(), torch.device(device), torch.no_grad(), cell.lowering(device.type):
+        output: Tensor = workload.original(*workload.init_arguments)(torch.empty(shape))
+        return output.dtype
 
 
 def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
@@ -111,7 +126,7 @@ def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
     none of the cell's operators on the device. ``size`` is one of ``models.SIZES``."""
     workload = WORKLOADS[cell.workload]
     shape = workload.shape(size)
-    dtype = DTYPES[cell.precision]
+    dtype = cell.dtype
     form = memory_format(len(shape), cell.layout)
     torch.manual_seed(0)
     original = workload.original(*workload.init_arguments)
@@ -120,6 +135,7 @@ def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
             nn.init.uniform_(parameter, -1.0, 1.0)
     with torch.no_grad():
         like = copy.deepcopy(original).to("meta")(torch.empty(shape, device="meta"))
+    output_dtype = _output_dtype(cell, device, shape)
     placed: Any = original.to(device, dtype)
     original = placed.to(memory_format=form)  # of which not every torch's stubs know
     x = torch.rand(shape, device=device).to(dtype, memory_format=form)
@@ -128,8 +144,9 @@ def prepare(cell: Cell, device: torch.device, size: str) -> Setup:
     inputs = [x, *(torch.rand_like(x) for _ in range(copies - 1))]
     grad = None
     if cell.pass_ == "forward_backward":
-        grad = torch.randn(like.shape, device=device, dtype=dtype).contiguous(memory_format=form)
-    return Setup(cell, workload, original, inputs, tuple(like.shape), grad)
+        grad = torch.randn(like.shape, device=device, dtype=output_dtype)
+        grad = grad.contiguous(memory_format=form)
+    return Setup(cell, workload, original, inputs, tuple(like.shape), output_dtype, grad)
 
 
 def _errors(
@@ -161,7 +178,8 @@ class _Runner:
 
     def run(self, x: Tensor) -> Tensor:
         """The pass alone."""
-        output: Tensor = self.model(x)
+        with self.setup.lowering():
+            output: Tensor = self.model(x)
         if self.setup.grad is not None:
             output.backward(self.setup.grad)
         return output
@@ -174,7 +192,10 @@ class _Runner:
         the output, of the first input."""
         setup, x = self.setup, self.setup.inputs[0]
         device = x.device
-        self.record["kernel"] = kernel_name(self.model, x) if self.contender.ours else "torch"
+        with setup.lowering():
+            # Under autocast a processor's call is torch's operators, which ask for no kernel.
+            name = kernel_name(self.model, x) if self.contender.ours else ""
+        self.record["kernel"] = name or "torch"
         with plan_record.recording() as calls:
             self(x)
         if self.contender.ours:

@@ -15,7 +15,7 @@ import torch
 
 from fusedconv.benchmark import kernels, regret, rows
 from fusedconv.benchmark import records as files
-from fusedconv.benchmark.cells import PRECISIONS
+from fusedconv.benchmark.cells import ALL_PRECISIONS
 from fusedconv.benchmark.measuring import conv_flops
 from fusedconv.benchmark.timing import matrix_rate, work
 from fusedconv.benchmark.workloads import WORKLOADS
@@ -118,7 +118,8 @@ def _panels(
     size in inches."""
     keys = list(keys)
     passes = sorted({key[0] for key in keys})
-    below = sorted({key[1:] for key in keys}, key=lambda row: (PRECISIONS.index(row[0]), *row[1:]))
+    places = {precision: place for place, precision in enumerate(ALL_PRECISIONS)}
+    below = sorted({key[1:] for key in keys}, key=lambda row: (places[row[0]], *row[1:]))
     figure = _figure(content, width * len(passes), height * len(below))
     axes = figure.subplots(len(below), len(passes), squeeze=False)
     result = {}
@@ -345,7 +346,7 @@ def kernel_map(content: Content) -> Figure:
     layouts = sorted({key[2] for cells in found.values() for key in cells})
     columns = [
         (precision, layout)
-        for precision in PRECISIONS
+        for precision in ALL_PRECISIONS
         for layout in layouts
         if any(key[1:] == (precision, layout) for cells in found.values() for key in cells)
     ]

@@ -27,7 +27,7 @@ def cell_problems(
         autotune() if tuned else nullcontext(),
         record.recording() as calls,
     ):
-        with torch.set_grad_enabled(setup.grad is not None):
+        with torch.set_grad_enabled(setup.grad is not None), setup.lowering():
             output = model(x)
         if setup.grad is not None:
             output.backward(setup.grad)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusedconv.benchmark.cells import DTYPES
+from fusedconv.benchmark.cells import AUTOCAST, DTYPES
 from fusedconv.timing import Clock
 
 
@@ -33,7 +33,7 @@ def measured_rates(device: torch.device) -> dict[str, float]:
 
 def matrix_rate(precision: str, rates: Mapping[str, float]) -> float:
     """FLOP/s of convolutions: strict fp32 on tensor cores takes three TF32 products for one."""
-    return rates["tf32"] / 3 if precision == "fp32" else rates[precision]
+    return rates["tf32"] / 3 if precision == "fp32" else rates[AUTOCAST.get(precision, precision)]
 
 
 def work(flops: int, input_bytes: int, output_bytes: int, pass_: str) -> tuple[int, int]:

@@ -172,8 +172,8 @@ def _kernels(
 @click.option(
     "--precision",
     "precisions",
-    **_choices(benchmark.PRECISIONS),
-    help="By default the suite's.",
+    **_choices(benchmark.ALL_PRECISIONS),
+    help="By default the suite's, which has none under autocast.",
 )
 @click.option("--layout", "layouts", **_choices(benchmark.LAYOUTS), default=benchmark.LAYOUTS)
 @click.option("--pass", "passes", **_choices(benchmark.PASSES), help="By default the suite's.")

@@ -476,7 +476,8 @@ def test_parts_that_the_reference_serves_are_logged_with_reasons(random, caplog)
         functional.conv_transpose_act_norm(x, weight, num_groups=2).sum().backward()
     (convolution,) = log_lines(caplog)
     assert convolution.startswith("torch_convolution_backward serves gradients of weight through")
-    assert "is estimated to take less time than cpu_" in convolution
+    assert "is estimated to take less time than cpu_direct_backward" in convolution
+    assert "cpu: " not in convolution
     caplog.clear()
     functional.conv_transpose_act_norm(x, weight, activation="gelu").sum().backward()
     epilogue = log_lines(caplog)[0]
@@ -488,9 +489,14 @@ def test_parts_that_the_reference_serves_are_logged_with_reasons(random, caplog)
     ("others", "by", "why"),
     [
         (
-            [Toy("dear", 3.0), Toy("ours", 2.0), Toy("no", 0.5, refusal="cannot")],
+            [
+                Toy("dear", 3.0),
+                Toy("ours", 2.0),
+                Toy("one", 0.5, refusal="is not told"),
+                Toy("no", 0.5, "bad", refusal="cannot"),
+            ],
             "cost",
-            "is estimated to take less time than ours",
+            "is estimated to take less time than ours; bad: cannot",
         ),
         ([Toy("ours", 0.5), Toy("no", 0.5, refusal="cannot")], "tuned", "was tuned"),
         ([Toy("ours", 0.5)], "reference", "FUSEDCONV_KERNEL=reference"),

@@ -21,6 +21,14 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   return result;
 }
 
+__device__ __forceinline__ uint4 load_vector(uint32_t address) {
+  uint4 result;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w)
+               : "r"(address));
+  return result;
+}
+
 __device__ __forceinline__ float4 load_quad(uint32_t address) {
   float4 result;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -377,14 +377,18 @@ def _why_reference(problem: Problem, device: Device, reference: str, by: str) ->
     others = [candidate for candidate in candidates if candidate.kernel.name != reference]
     if not others:
         return "no other kernel computes that"
+    parts = []
     if others[0].support:  # those come first, by cost
         name = others[0].kernel.name
         known = {"cost": f"is estimated to take less time than {name}", "tuned": "was tuned"}
-        return known.get(by, f"{FORCE_VARIABLE}={by}")
+        parts.append(known.get(by, f"{FORCE_VARIABLE}={by}"))
+    # A provider that serves it by one kernel does not refuse it by others.
+    serving = {each.kernel.provider for each in others if each.support}
     reasons: dict[str, str] = {}
-    for candidate in others:
-        reasons.setdefault(candidate.kernel.provider, candidate.support.reason)
-    return "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items())
+    for each in others:
+        if each.kernel.provider not in serving:
+            reasons.setdefault(each.kernel.provider, each.support.reason)
+    return "; ".join([*parts, *(f"{name}: {reason}" for name, reason in reasons.items())])
 
 
 # ---- running -------------------------------------------------------------------------------------

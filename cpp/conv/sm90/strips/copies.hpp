@@ -38,15 +38,6 @@ __device__ __forceinline__ void bring_lines(Params const& p, Maps const& maps, B
   }
 }
 
-// Of shared memory, by its address there.
-__device__ __forceinline__ uint4 load_vector(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
 // The upper half of a word and the lower half of the one behind it.
 __device__ __forceinline__ uint32_t between(uint32_t word, uint32_t behind) {
   return __funnelshift_r(word, behind, 16);
@@ -103,7 +94,7 @@ class LineCopies {
     }
     if constexpr (kReach.lead() == 0) {
       // The first copy is what was brought.
-      uint4 const v = load_vector(own);
+      uint4 const v = device::load_vector(own);
       uint32_t const next = device::load_word(behind[0]);
       device::store_shared(own + kCopyBytes, make_uint4(between(v.x, v.y), between(v.y, v.z),
                                                         between(v.z, v.w), between(v.w, next)));
@@ -113,7 +104,7 @@ class LineCopies {
       // takes the place of what was brought. A warp has all of its channels' vectors, and reads
       // them before it stores any.
       uint32_t const before = device::load_word(own + 12);
-      uint4 const v = load_vector(behind[0]);
+      uint4 const v = device::load_vector(behind[0]);
       uint32_t last = 0;
       if constexpr (kBehind > 1) last = device::load_word(behind[1]);
       __syncwarp();

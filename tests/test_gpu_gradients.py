@@ -39,19 +39,21 @@ def serves_gradients(
     *,
     capability: tuple[int, int],
     multiprocessors: int,
+    wide: bool = False,
 ) -> bool:
     """Whether a kernel must serve aligned, dense tensors whose gradients are all asked for: the
-    conditions in its header."""
+    conditions in its header. ``wide``: the output's gradient takes twice the input's bytes."""
     if kernel == TWO_PASS:
         return True
     channels, pixels = shape[1], math.prod(shape[2:])
     vector = 16 // dtype.itemsize  # elements
     if channels_last or channels // groups * pixels % vector or capability != (9, 0):
         return False
-    # Tiles of 8 KiB of the input and as much of the gradient, loaded from multiples of 128 bytes,
-    # which do not straddle planes: those may begin and end within 16 bytes.
+    # Tiles of 8 KiB of the input and as much of the gradient, or of a third of 16 KiB and twice as
+    # much, loaded from multiples of 128 bytes, which do not straddle planes: those may begin and
+    # end within 16 bytes.
     plane = math.ceil((pixels + vector - math.gcd(vector, pixels)) / vector)
-    most = 512 - 7  # vectors
+    most = (336 if wide else 512) - 7  # vectors
     tiles = math.ceil(plane / most)
     if plane < most // 2 or math.ceil(pixels / vector) <= (tiles - 1) * most:
         return False

@@ -86,8 +86,11 @@ def test_gradients_are_served_as_their_conditions_say(name, architecture):
     kernel, device = kernel_named(name), KNOWN[architecture]
     answers = []
     for shape, groups, layout in with_layouts(CASES + LARGE_CASES):
-        for dtype in FLOOR:
-            asked = backward_problem(norm_alone(shape, groups, dtype, layout, save=True))
+        for dtype, wide in ((each, wide) for each in FLOOR for wide in (False, True)):
+            if wide and dtype == torch.float32:
+                continue
+            fields = {"output_dtype": torch.float32} if wide else {}
+            asked = backward_problem(norm_alone(shape, groups, dtype, layout, save=True, **fields))
             expected = test_gpu_gradients.serves_gradients(
                 name,
                 shape,
@@ -96,6 +99,7 @@ def test_gradients_are_served_as_their_conditions_say(name, architecture):
                 asked.forward.layout == "nhwc",
                 capability=divmod(architecture, 10),
                 multiprocessors=device.multiprocessors,
+                wide=wide,
             )
             support = kernel.supports(asked, device)
             assert bool(support) == expected, (shape, groups, dtype, layout, support.reason)
@@ -260,13 +264,32 @@ def test_streaming_needs_six_stages_beside_the_weights(name, served, refused):
     assert "has 5 stages" in supports(refused).reason
 
 
-def test_gradients_in_another_dtype_are_torchs():
-    """As behind autocast, whose output may be wider than the input."""
-    asked = norm_alone((16, 64, 64, 64), 8, torch.float16, output_dtype=torch.float32, save=True)
-    wanted = backward_problem(asked)
-    assert chosen(wanted) == ["torch_epilogue_backward"]
-    support = kernel_named("groupnorm_backward_two_pass").supports(wanted, KNOWN[90])
-    assert support.reason.startswith("the output's gradient is torch.float32")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_gradients_in_float32_of_16_bits(layout, dtype):
+    """As behind autocast, whose output is wider than the input."""
+    fields = dict(output_dtype=torch.float32, layout=layout, save=True)
+    wanted = backward_problem(norm_alone((16, 64, 64, 64), 8, dtype, **fields))
+    (name,) = chosen(wanted)
+    assert name.startswith("groupnorm_backward_")
+    kernels = [kernel_named("groupnorm_backward_two_pass")]
+    if layout == "nchw":
+        kernels.append(kernel_named("groupnorm_backward_streamed"))
+    narrow = backward_problem(norm_alone((16, 64, 64, 64), 8, dtype, layout=layout, save=True))
+    for kernel in kernels:
+        support = kernel.supports(wanted, KNOWN[90])
+        assert support, support.reason
+        steps = kernel.compile(wanted, KNOWN[90]).steps
+        assert any("of float32" in step for step in steps)
+        assert kernel.cost(wanted, KNOWN[90]) > kernel.cost(narrow, KNOWN[90])
+
+
+def test_gradients_in_other_dtypes_are_torchs():
+    asked = backward_problem(norm_alone((16, 64, 64, 64), 8, torch.float16, save=True))
+    other = dataclasses.replace(asked, grad_dtype=torch.bfloat16)
+    assert chosen(other) == ["torch_epilogue_backward"]
+    support = kernel_named("groupnorm_backward_two_pass").supports(other, KNOWN[90])
+    assert support.reason.startswith("the output's gradient is torch.bfloat16")
 
 
 def test_a_convolutions_backward_pass_mixes_providers():

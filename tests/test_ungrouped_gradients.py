@@ -92,11 +92,28 @@ def test_what_it_refuses(changes, reason):
     assert not found.support and reason in found.support.reason
 
 
-@pytest.mark.parametrize("kind", ["layer", None])
-def test_gradients_of_another_dtype_are_torchs(kind):
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_gradients_in_float32_of_layer_norm(layout):
+    """As under autocast."""
+    backward = backward_problem(forward("layer", layout, output_dtype=torch.float32))
+    assert backward.grad_dtype == torch.float32
+    chosen = kernel_of(backward, "epilogue")
+    assert chosen.name == KERNEL
+    plan = chosen.compile(backward.part(["epilogue"]), H200)
+    assert any("of float32" in step for step in plan.steps)
+    narrow = backward_problem(forward("layer", layout))
+    assert chosen.cost(backward.part(["epilogue"]), H200) > 1.2 * chosen.cost(
+        narrow.part(["epilogue"]), H200
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("affine", torch.float32), (None, torch.float32), ("layer", torch.float16)]
+)
+def test_gradients_of_another_dtype_are_torchs(kind, dtype):
     backward = backward_problem(forward(kind))
-    wide = dataclasses.replace(backward, grad_dtype=torch.float32)
-    assert kernel_of(wide, "epilogue").provider == "torch"
+    other = dataclasses.replace(backward, grad_dtype=dtype)
+    assert kernel_of(other, "epilogue").provider == "torch"
 
 
 # ---- an activation alone, and the bias alone -----------------------------------------------------
@@ -179,7 +196,7 @@ def test_what_the_bias_alone_refuses():
     bare = backward_problem(forward(None, activation="identity"), "bias")
     wide = dataclasses.replace(bare, grad_dtype=torch.float32)
     assert "the output's gradient is torch.float32" in UngroupedBias().supports(wide, H200).reason
-    # As under autocast, where the epilogue's gradient is torch's and wider.
+    # As under autocast.
     widened = backward_problem(forward("layer", output_dtype=torch.float32))
     assert not UngroupedBias().supports(widened.part(["bias"]), H200)
     with_input = backward_problem(forward(None, activation="identity"), "bias", "input")

@@ -19,7 +19,7 @@ STAGES = ((None, None), (None, "gelu"), (None, "relu"), ("gelu_tanh", "silu"), (
 NAMES = ("conv_output", "norm_weight", "norm_bias", "bias")
 
 
-def problem_of(kind, x, weight, bias, before, after, names=NAMES):
+def problem_of(kind, x, weight, bias, before, after, names=NAMES, grad_dtype=None):
     """Gradients through what follows a convolution of one tap that leaves its input as it is;
     ``kind`` None is no normalisation."""
     dtypes = {each.dtype for each in (weight, bias) if each is not None}
@@ -33,7 +33,7 @@ def problem_of(kind, x, weight, bias, before, after, names=NAMES):
     stages = (Activation(before) if before else None, norm, Activation(after) if after else None)
     forward = ForwardProblem(
         dtype=x.dtype,
-        output_dtype=x.dtype,
+        output_dtype=grad_dtype or x.dtype,
         precision=PRECISION[x.dtype],
         layout=layout,
         aligned=x.data_ptr() % 16 == 0,
@@ -49,17 +49,20 @@ def problem_of(kind, x, weight, bias, before, after, names=NAMES):
     absent = {name for name, t in (("norm_weight", weight), ("norm_bias", bias)) if t is None}
     return BackwardProblem(
         forward,
-        grad_dtype=x.dtype,
+        grad_dtype=grad_dtype or x.dtype,
         grad_layout=layout,
         aligned=forward.aligned,
         gradients=frozenset(names) - absent,
     )
 
 
-def assert_as_accurate(kernel, kind, x, weight, bias, before, after, names=NAMES, prepare=None):
-    """``prepare`` is called before the kernel's plan runs."""
-    grad = torch.randn_like(x)
-    problem = problem_of(kind, x, weight, bias, before, after, names)
+def assert_as_accurate(
+    kernel, kind, x, weight, bias, before, after, names=NAMES, prepare=None, grad_dtype=None
+):
+    """``prepare`` is called before the kernel's plan runs. ``grad_dtype`` float32 of 16 bits is as
+    autocast has it."""
+    grad = torch.randn_like(x, dtype=grad_dtype)
+    problem = problem_of(kind, x, weight, bias, before, after, names, grad_dtype)
     device = device_record(x.device)
     support = kernel.supports(problem, device)
     assert support, support.reason
@@ -81,9 +84,12 @@ def assert_as_accurate(kernel, kind, x, weight, bias, before, after, names=NAMES
         filler = (first.new_ones(channels), first.new_zeros(channels))
         affine = [b if a is None else a for a, b in zip(affine, filler, strict=True)]
         output = ACTIVATIONS[before](first)
+        dtype = first.dtype
+        if grad_dtype is not None and dtype != torch.float64:
+            dtype = grad_dtype
         if kind is not None:
-            output = normalised(kind, output, *affine, EPS)
-        output = ACTIVATIONS[after](output.to(first.dtype))
+            output = normalised(kind, output.to(dtype), *(each.to(dtype) for each in affine), EPS)
+        output = ACTIVATIONS[after](output.to(dtype))
         wanted = [leaf for leaf in leaves if leaf is not None]
         got = iter(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
         first, *others = (None if leaf is None else next(got) for leaf in leaves)

@@ -20,8 +20,9 @@
 
 namespace fusedconv::groupnorm {
 
-// input, grad_output and grad_input are dense in the problem's layout and dtype; mean and rstd are
-// the forward pass's [batch, groups]. weight and bias may be null; bias matters only behind an
+// input, grad_output and grad_input are dense in the problem's layout and dtype, grad_output in its
+// output_dtype: the same, or float32 beside 16 bits. mean and rstd are the forward pass's [batch,
+// groups]. weight and bias may be null; bias matters only behind an
 // activation. Channels first, grad_input may lie in lines of so many columns, which begin at
 // multiples of pitch, whole 16 bytes; pixels are whole lines, addresses multiples of 16 bytes. What
 // lies between a plane's lines may be written, what follows its last one is not. Its

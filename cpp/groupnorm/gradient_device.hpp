@@ -10,6 +10,7 @@
 #include "groupnorm/by_call.hpp"
 #include "groupnorm/gradient.hpp"
 #include "groupnorm/launch.hpp"
+#include "groupnorm/support.hpp"
 
 namespace fusedconv::groupnorm {
 
@@ -74,9 +75,9 @@ __device__ __forceinline__ float through(float point, float grad) {
 }
 
 // Of values of one channel each: channel(i) is the i-th value's.
-template <int kKnown, class T, int kCount, class ChannelOf>
+template <int kKnown, class T, class G, int kCount, class ChannelOf>
 __device__ __forceinline__ void points_of(device::Pack<T, kCount> const& x,
-                                          device::Pack<T, kCount> const& grad,
+                                          device::Pack<G, kCount> const& grad,
                                           ChannelOf const& channel, GradientAffine const& affine,
                                           Point (&points)[kCount]) {
   float values[kCount], gradients[kCount];
@@ -148,9 +149,9 @@ __device__ __forceinline__ void value_and_slope(float x, float& value, float& sl
 }
 
 // Before rounding. terms(i): those of the i-th value's group.
-template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
+template <int kKnown, class T, class G, int kCount, class ChannelOf, class TermsOf>
 __device__ __forceinline__ void grad_inputs_of(device::Pack<T, kCount> const& x,
-                                               device::Pack<T, kCount> const& grad,
+                                               device::Pack<G, kCount> const& grad,
                                                ChannelOf const& channel, TermsOf const& terms,
                                                GradientAffine const& affine,
                                                float (&results)[kCount]) {
@@ -207,9 +208,9 @@ __device__ __forceinline__ void grad_inputs_of(device::Pack<T, kCount> const& x,
   }
 }
 
-template <int kKnown, class T, int kCount, class ChannelOf, class TermsOf>
+template <int kKnown, class T, class G, int kCount, class ChannelOf, class TermsOf>
 __device__ __forceinline__ device::Pack<T, kCount> grad_input_of(
-    device::Pack<T, kCount> const& x, device::Pack<T, kCount> const& grad, ChannelOf const& channel,
+    device::Pack<T, kCount> const& x, device::Pack<G, kCount> const& grad, ChannelOf const& channel,
     TermsOf const& terms, GradientAffine const& affine) {
   float results[kCount];
   grad_inputs_of<kKnown>(x, grad, channel, terms, affine, results);
@@ -242,25 +243,39 @@ struct AlignedRun {
   }
 };
 
+// Calls body(T{}, G{}, whether there is any activation), the last as a type: T is the problem's
+// dtype, G that of the output's gradient.
+template <class F>
+void dispatch_gradient_kernel(GroupNormProblem const& p, F&& body) {
+  dispatch_kernel(p, [&](auto zero, auto active) {
+    if constexpr (sizeof(zero) == 2) {
+      if (has_wide_gradient(p)) return body(zero, float{}, active);
+    }
+    body(zero, zero, active);
+  });
+}
+
 // Calls body with the widest vector that serves input, gradient and result: they have one shape.
 // aligns: planes are gone over by AlignedRun, wherever they begin.
-template <class T, class F>
+template <class T, class G, class F>
 void dispatch_gradient_vector(GroupNormProblem const& p, GradientTensors const& tensors,
                               bool aligns, F&& body) {
   bool const last = p.input_layout == Layout::kChannelsLast;
-  auto const addresses = reinterpret_cast<uintptr_t>(tensors.input) |
-                         reinterpret_cast<uintptr_t>(tensors.grad_output) |
-                         reinterpret_cast<uintptr_t>(tensors.grad_input);
+  // As far as that of the gradient serves vectors of as many elements.
+  auto const addresses =
+      reinterpret_cast<uintptr_t>(tensors.input) |
+      reinterpret_cast<uintptr_t>(tensors.grad_output) / (sizeof(G) / sizeof(T)) |
+      reinterpret_cast<uintptr_t>(tensors.grad_input);
   int64_t const extent = last ? p.channels : aligns ? int64_t(16 / sizeof(T)) : p.pixels;
   device::dispatch_vector<T>(reinterpret_cast<void const*>(addresses), extent, body);
 }
 
 // Calls body with that and what a kernel is to know of activations: more than whether there are any
 // where accesses are of 16 bytes.
-template <class T, bool kActivate, class F>
+template <class T, class G, bool kActivate, class F>
 void dispatch_gradients(GroupNormProblem const& p, GradientTensors const& tensors, bool aligns,
                         F&& body) {
-  dispatch_gradient_vector<T>(p, tensors, aligns, [&](auto vector) {
+  dispatch_gradient_vector<T, G>(p, tensors, aligns, [&](auto vector) {
     if constexpr (vector.value * sizeof(T) == 16) {
       dispatch_known<kActivate, kQuickGeluBefore, kQuickGeluAfter, kQuickSiluBefore,
                      kQuickSiluAfter, kReluBefore, kReluAfter>(

@@ -87,10 +87,10 @@ __device__ __forceinline__ void store_images(uint4* output, Stream const& s, Gra
   }
 }
 
-// Cuts runs as they lie in padded lines, in as many tiles, and says whether that serves: a tile and
+// Cuts runs of so many `tensors` as they lie in padded lines, in as many tiles, and says whether that serves: a tile and
 // what it begins within fit a stage, a vector is of two lines at most, and quotients are exact.
 template <int kVector>
-bool cut_in_lines(Stream& s, Lines const& lines) {
+bool cut_in_lines(Stream& s, Lines const& lines, int tensors) {
   if (lines.columns < kVector || lines.pitch - lines.columns >= kVector ||
       lines.pitch == lines.columns || lines.columns >= kMostImageColumns) {
     return false;
@@ -102,7 +102,7 @@ bool cut_in_lines(Stream& s, Lines const& lines) {
   int64_t const least = ceil_div(vectors, s.run_tiles), whole = round_up(least, kImageUnit);
   int64_t const tile_vectors = all_hold(whole) ? whole : least;
   int64_t const line_vectors = lines.pitch / kVector;
-  if (tile_vectors > kMostImageVectors || s.stages < kTilesToShared + kImageStages ||
+  if (tile_vectors > most_image_vectors(tensors) || s.stages < kTilesToShared + kImageStages ||
       ceil_div(s.tiles, s.blocks) + 1 + kImageStages > s.stages || !all_hold(tile_vectors) ||
       vectors * line_vectors >= int64_t(1) << 32) {
     return false;

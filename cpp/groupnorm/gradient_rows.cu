@@ -41,18 +41,19 @@ constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
 // Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first on.
 // Loads are behind the bodies of the rows before: in front of their own the compiler would move
 // them there, one by one.
-template <int kVector, class T, class F>
-__device__ __forceinline__ void for_each_row(T const* input, T const* grad, Place const& place,
+template <int kVector, class T, class G, class F>
+__device__ __forceinline__ void for_each_row(T const* input, G const* grad, Place const& place,
                                              int step, int64_t channels, F&& body) {
   constexpr int kAhead = rows_ahead(sizeof(T));
-  Pack<T, kVector> inputs[kAhead], grads[kAhead];
+  Pack<T, kVector> inputs[kAhead];
+  Pack<G, kVector> grads[kAhead];
   auto const load = [&](int64_t row) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       if (row + j * step >= place.end) continue;
       int64_t const at = (row + j * step) * channels;
       inputs[j] = Pack<T, kVector>::load(input + at);
-      grads[j] = Pack<T, kVector>::load(grad + at);
+      grads[j] = Pack<G, kVector>::load(grad + at);
     }
   };
   int64_t row = place.row;
@@ -101,9 +102,9 @@ __device__ __forceinline__ void add_rows(V* values, int rows, int width, F&& add
 }
 
 // Partial sums [sample, row block, channel].
-template <class T, int kVector, int kKnown>
+template <class T, class G, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
-    sums_of_rows(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
+    sums_of_rows(T const* __restrict__ input, G const* __restrict__ grad, GradientAffine affine,
                  int64_t pixels, int64_t block_rows, int row_blocks, RowMap map,
                  float2* __restrict__ partials) {
   extern __shared__ float4 shared[];  // the table, then sums, [map.rows][width]
@@ -150,9 +151,9 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
 
 // sums, if any, [sample, channel, row block], of what is stored. From the last block on, as of what
 // was summed up the last is still in the L2 cache.
-template <class T, int kVector, int kKnown, bool kSums>
+template <class T, class G, int kVector, int kKnown, bool kSums>
 __global__ void __launch_bounds__(kThreads, kResident<T>)
-    grad_of_rows(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
+    grad_of_rows(T const* __restrict__ input, G const* __restrict__ grad, T* __restrict__ output,
                  GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                  int64_t block_rows, int row_blocks, RowMap map, float* __restrict__ sums) {
   extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
@@ -212,16 +213,17 @@ void sum_gradients_of_rows(GroupNormProblem const& p, GradientTensors const& ten
                            GradientSum* partials, cudaStream_t stream) {
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradients(p);
-  dispatch_kernel(p, [&](auto zero, auto active) {
+  dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
     using T = decltype(zero);
-    dispatch_gradients<T, active.value>(p, tensors, true, [&](auto vector, auto known) {
+    using G = decltype(grad);
+    dispatch_gradients<T, G, active.value>(p, tensors, true, [&](auto vector, auto known) {
       RowMap const map = RowMap::of(p.channels, vector.value);
       dim3 const grid = device::checked_grid("sums_of_rows", p.batch * split.count, map.slabs);
       int const width = map.columns * vector.value;
       int const shared = width * std::max(int(sizeof(float4)), map.rows * int(sizeof(GradientSum)));
-      device::launch(sums_of_rows<T, vector.value, known.value>, grid, kThreads, shared, stream,
+      device::launch(sums_of_rows<T, G, vector.value, known.value>, grid, kThreads, shared, stream,
                      static_cast<T const*>(tensors.input),
-                     static_cast<T const*>(tensors.grad_output), affine, p.pixels, split.size,
+                     static_cast<G const*>(tensors.grad_output), affine, p.pixels, split.size,
                      split.count, map, partials);
     });
   });
@@ -234,18 +236,19 @@ void input_gradient_of_rows(GroupNormProblem const& p, GradientTensors const& te
                   " for a tensor that is channels last");
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradient_rows(p);
-  dispatch_kernel(p, [&](auto zero, auto active) {
+  dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
     using T = decltype(zero);
-    dispatch_gradients<T, active.value>(p, tensors, true, [&](auto vector, auto known) {
+    using G = decltype(grad);
+    dispatch_gradients<T, G, active.value>(p, tensors, true, [&](auto vector, auto known) {
       RowMap const map = RowMap::of(p.channels, vector.value);
       dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
       int const width = map.columns * vector.value;
       int const tables = int(sizeof(float4) + sizeof(GroupTerms));
       int const shared = width * std::max(tables, map.rows * int(sizeof(float)));
       device::dispatch_bool(tensors.sums != nullptr, [&](auto sums) {
-        device::launch(grad_of_rows<T, vector.value, known.value, sums.value>, grid, kThreads,
+        device::launch(grad_of_rows<T, G, vector.value, known.value, sums.value>, grid, kThreads,
                        shared, stream, static_cast<T const*>(tensors.input),
-                       static_cast<T const*>(tensors.grad_output),
+                       static_cast<G const*>(tensors.grad_output),
                        static_cast<T*>(tensors.grad_input), affine, terms, p.pixels, split.size,
                        split.count, map, tensors.sums);
       });

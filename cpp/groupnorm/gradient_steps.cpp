@@ -32,6 +32,11 @@ std::string passed_through(GroupNormProblem const& p) {
   return join_parts(" + ", {step_name(p.activation_after), "norm", step_name(p.activation_before)});
 }
 
+// How the output's gradient differs from the input, if it does.
+std::string described_gradient(GroupNormProblem const& p) {
+  return has_wide_gradient(p) ? detail::join(", of ", name_of(p.output_dtype)) : "";
+}
+
 GradientResult const& checked(char const* step, GradientResult const& result,
                               GroupNormProblem const& p) {
   if (result.columns != 0) {
@@ -74,7 +79,8 @@ GradientSums::GradientSums(GradientConfig const& config, GroupNormProblem const&
 }
 
 std::string GradientSums::describe() const {
-  return detail::join("sums of gradients (", name_of(problem_.input_layout), ")");
+  return detail::join("sums of gradients (", name_of(problem_.input_layout), ")",
+                      described_gradient(problem_));
 }
 
 std::vector<Operand> GradientSums::operands() const { return all_of(operands_, {partials_}); }
@@ -101,7 +107,8 @@ StreamedGradients::StreamedGradients(StreamedGradientConfig const& config,
 
 std::string StreamedGradients::describe() const {
   return detail::join("gradient through ", passed_through(problem_), " in one pass (",
-                      place_of(config_.streamed), ")", described(result_));
+                      place_of(config_.streamed), ")", described_gradient(problem_),
+                      described(result_));
 }
 
 std::vector<Operand> StreamedGradients::operands() const {
@@ -193,7 +200,8 @@ InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem cons
 
 std::string InputGradient::describe() const {
   return detail::join("gradient through ", passed_through(problem_), " (",
-                      name_of(problem_.input_layout), ")", described(result_));
+                      name_of(problem_.input_layout), ")", described_gradient(problem_),
+                      described(result_));
 }
 
 std::vector<Operand> InputGradient::operands() const {

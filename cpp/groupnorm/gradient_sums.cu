@@ -33,9 +33,9 @@ __device__ __forceinline__ float2 block_sum(float2 value) {
 // ---- partial sums ----
 
 // Channels first. Block (split, plane): partial sums of g and g xhat, [plane, split].
-template <class T, int kVector, int kKnown>
+template <class T, class G, int kVector, int kKnown>
 __global__ void __launch_bounds__(kThreads)
-    sums_of_planes(T const* __restrict__ input, T const* __restrict__ grad, GradientAffine affine,
+    sums_of_planes(T const* __restrict__ input, G const* __restrict__ grad, GradientAffine affine,
                    int64_t pixels, int64_t split_size, int splits, float2* __restrict__ partials) {
   int const plane = int(blockIdx.x / unsigned(splits));
   int64_t const begin = int64_t(blockIdx.x % unsigned(splits)) * split_size;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   AlignedRun<kVector> const run(base, min(split_size, pixels - begin));
   auto const channel = Channel::of(affine, plane / affine.channels, plane % affine.channels);
   T const* const x = input + base + run.head;
-  T const* const g = grad + base + run.head;
+  G const* const g = grad + base + run.head;
   float2 sums{};
   auto const add = [&](auto const& px, auto const& pg) {
     float2 part{};
@@ -61,22 +61,22 @@ __global__ void __launch_bounds__(kThreads)
   int64_t i = threadIdx.x;
   for (; i + (kAhead - 1) * kThreads < run.vectors; i += kAhead * kThreads) {
     Pack<T, kVector> px[kAhead];
-    Pack<T, kVector> pg[kAhead];
+    Pack<G, kVector> pg[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       px[j] = Pack<T, kVector>::load(x + (i + j * kThreads) * kVector);
-      pg[j] = Pack<T, kVector>::load(g + (i + j * kThreads) * kVector);
+      pg[j] = Pack<G, kVector>::load(g + (i + j * kThreads) * kVector);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) add(px[j], pg[j]);
   }
   for (; i < run.vectors; i += kThreads) {
-    add(Pack<T, kVector>::load(x + i * kVector), Pack<T, kVector>::load(g + i * kVector));
+    add(Pack<T, kVector>::load(x + i * kVector), Pack<G, kVector>::load(g + i * kVector));
   }
   if constexpr (kVector > 1) {
     if (int(threadIdx.x) < run.singles) {
       int64_t const at = base + run.single(threadIdx.x);
-      add(Pack<T, 1>::load(input + at), Pack<T, 1>::load(grad + at));
+      add(Pack<T, 1>::load(input + at), Pack<G, 1>::load(grad + at));
     }
   }
   float2 const total = block_sum(sums);
@@ -182,16 +182,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches ----
 
-template <class T, bool kActivate>
+template <class T, class G, bool kActivate>
 void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, GradientSum* partials,
                  cudaStream_t stream) {
   auto const* x = static_cast<T const*>(tensors.input);
-  auto const* g = static_cast<T const*>(tensors.grad_output);
+  auto const* g = static_cast<G const*>(tensors.grad_output);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradients(p);
   dim3 const grid = device::checked_grid("sums_of_planes", p.batch * p.channels * split.count);
-  dispatch_gradients<T, kActivate>(p, tensors, true, [&](auto vector, auto known) {
-    device::launch(sums_of_planes<T, vector.value, known.value>, grid, kThreads, 0, stream, x, g,
+  dispatch_gradients<T, G, kActivate>(p, tensors, true, [&](auto vector, auto known) {
+    device::launch(sums_of_planes<T, G, vector.value, known.value>, grid, kThreads, 0, stream, x, g,
                    affine, p.pixels, split.size, split.count, partials);
   });
   FUSEDCONV_CUDA("gradient_sums", cudaGetLastError());
@@ -202,7 +202,7 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
 GradientConfig gradient_sums_config(GroupNormProblem const& p) {
   GradientConfig config;
   check(p);
-  config.support = supports_same_form(p);
+  config.support = supports_gradient_form(p);
   if (!config.support) return config;
   if (p.batch == 0 || p.pixels == 0) {
     config.support = Support::no("the input is empty");
@@ -221,8 +221,8 @@ void gradient_sums(GroupNormProblem const& p, GradientTensors const& tensors, Gr
   if (p.input_layout == Layout::kChannelsLast) {
     return sum_gradients_of_rows(p, tensors, partials, stream);
   }
-  dispatch_kernel(p, [&](auto zero, auto active) {
-    launch_sums<decltype(zero), active.value>(p, tensors, partials, stream);
+  dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
+    launch_sums<decltype(zero), decltype(grad), active.value>(p, tensors, partials, stream);
   });
 }
 

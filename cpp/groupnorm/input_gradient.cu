@@ -21,9 +21,9 @@ using device::Pack;
 enum class Form { kDense, kSummed, kLines };
 
 // Channels first. Block (split, plane).
-template <class T, int kVector, int kKnown, Form kForm>
+template <class T, class G, int kVector, int kKnown, Form kForm>
 __global__ void __launch_bounds__(kThreads)
-    grad_of_planes(T const* __restrict__ input, T const* __restrict__ grad, T* __restrict__ output,
+    grad_of_planes(T const* __restrict__ input, G const* __restrict__ grad, T* __restrict__ output,
                    GradientAffine affine, GroupTerms const* __restrict__ terms, int64_t pixels,
                    int64_t split_size, int splits, Lines lines, LineStep step,
                    float* __restrict__ sums) {
@@ -62,23 +62,23 @@ __global__ void __launch_bounds__(kThreads)
   int64_t i = threadIdx.x;
   for (; i + (kAhead - 1) * kThreads < run.vectors; i += kAhead * kThreads) {
     Pack<T, kVector> px[kAhead];
-    Pack<T, kVector> pg[kAhead];
+    Pack<G, kVector> pg[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       px[j] = Pack<T, kVector>::load(input + first + (i + j * kThreads) * kVector);
-      pg[j] = Pack<T, kVector>::load(grad + first + (i + j * kThreads) * kVector);
+      pg[j] = Pack<G, kVector>::load(grad + first + (i + j * kThreads) * kVector);
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) put(first + (i + j * kThreads) * kVector, px[j], pg[j]);
   }
   for (; i < run.vectors; i += kThreads) {
     int64_t const at = first + i * kVector;
-    put(at, Pack<T, kVector>::load(input + at), Pack<T, kVector>::load(grad + at));
+    put(at, Pack<T, kVector>::load(input + at), Pack<G, kVector>::load(grad + at));
   }
   if constexpr (kVector > 1 && kForm != Form::kLines) {
     if (int(threadIdx.x) < run.singles) {
       int64_t const at = base + run.single(threadIdx.x);
-      put(at, Pack<T, 1>::load(input + at), Pack<T, 1>::load(grad + at));
+      put(at, Pack<T, 1>::load(input + at), Pack<G, 1>::load(grad + at));
     }
   }
   if constexpr (kForm != Form::kDense) {
@@ -95,20 +95,20 @@ void dispatch_form(GradientTensors const& tensors, bool in_lines, F&& body) {
   body(std::integral_constant<Form, Form::kDense>{});
 }
 
-template <class T, bool kActivate>
+template <class T, class G, bool kActivate>
 void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerms const* terms,
             cudaStream_t stream) {
   auto const* x = static_cast<T const*>(tensors.input);
-  auto const* g = static_cast<T const*>(tensors.grad_output);
+  auto const* g = static_cast<G const*>(tensors.grad_output);
   auto* output = static_cast<T*>(tensors.grad_input);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   bool const in_lines = tensors.columns > 0 && tensors.pitch != tensors.columns;
   Split const split = split_planes(p, tensors.columns > 0);
   dim3 const grid = device::checked_grid("grad_of_planes", p.batch * p.channels * split.count);
-  dispatch_gradients<T, kActivate>(p, tensors, !in_lines, [&](auto vector, auto known) {
+  dispatch_gradients<T, G, kActivate>(p, tensors, !in_lines, [&](auto vector, auto known) {
     constexpr int kVector = vector.value;
     dispatch_form(tensors, in_lines, [&](auto form) {
-      device::launch(grad_of_planes<T, kVector, known.value, form.value>, grid, kThreads, 0, stream,
+      device::launch(grad_of_planes<T, G, kVector, known.value, form.value>, grid, kThreads, 0, stream,
                      x, g, output, affine, terms, p.pixels, split.size, split.count,
                      Lines::of(p, tensors), LineStep::of(tensors, kThreads * kVector),
                      tensors.sums);
@@ -124,8 +124,8 @@ void input_gradient(GroupNormProblem const& p, GradientTensors const& tensors,
   if (p.input_layout == Layout::kChannelsLast) {
     return input_gradient_of_rows(p, tensors, terms, stream);
   }
-  dispatch_kernel(p, [&](auto zero, auto active) {
-    launch<decltype(zero), active.value>(p, tensors, terms, stream);
+  dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
+    launch<decltype(zero), decltype(grad), active.value>(p, tensors, terms, stream);
   });
 }
 

@@ -33,6 +33,8 @@ inline constexpr int kWorkerWarps = kWorkers / 32;
 inline constexpr int kStageVectors = 4;  // 16-byte vectors of a thread per stage
 inline constexpr int kStageBytes = kWorkers * kStageVectors * 16;
 inline constexpr int kLineVectors = 128 / 16;  // of a line of the cache
+// Of a stage that tensors of one dtype share in so many parts, whole lines.
+constexpr int share_bytes(int parts) { return kStageBytes / parts / 128 * 128; }
 inline constexpr int kMaxStages = 13;
 inline constexpr int kUnitStages = 16;  // units whose statistics a block may have to hold
 static_assert(kMaxStages < kUnitStages, "a unit has a stage at least");
@@ -117,7 +119,7 @@ struct StreamedConfig {
 };
 
 // tensors: 1 where a stage holds a tile of the input; 2 where it holds the input's and the
-// gradient's, and a tile has one channel. aligned: addresses are multiples of 16 bytes.
+// gradient's, and a tile has one channel; 3 where the gradient's takes twice the place. aligned: addresses are multiples of 16 bytes.
 // fewest_tiles: of a run. in_halves: what is in front is computed in half precision.
 StreamedConfig stream_config(GroupNormProblem const& problem, int tensors, bool aligned,
                              int64_t fewest_tiles, Device const& device, bool in_halves = false);

@@ -56,7 +56,7 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   if (!streams_on(device.architecture)) {
     return refused(detail::join("is not compiled for compute capability ", device.architecture));
   }
-  config.support = supports_same_form(p);
+  config.support = tensors == 1 ? supports_same_form(p) : supports_gradient_form(p);
   if (!config.support) return config;
   int64_t const vector = 16 / size_of(p.dtype);
   if (p.input_layout != Layout::kChannelsFirst) return refused("a group is not one run in memory");
@@ -87,7 +87,7 @@ StreamedConfig stream_config(GroupNormProblem const& p, int tensors, bool aligne
   // Planes begin anywhere, and of a load that begins within a line of the cache each piece is of
   // two.
   s.lead_mask = tensors == 1 ? 0 : kLineVectors - 1;
-  s.tile_vectors = unsigned(kWorkers * kStageVectors / tensors) - s.lead_mask;
+  s.tile_vectors = unsigned(share_bytes(tensors)) / 16 - s.lead_mask;
   if (tensors == 1 && keeps_floats(p, in_halves)) s.tile_vectors /= 2;
   s.run_tiles = unsigned(ceil_div(s.run_vectors, s.tile_vectors));
   if (s.run_tiles < fewest_tiles) {
@@ -135,16 +135,15 @@ StreamedConfig streamed_config(GroupNormProblem const& p, bool aligned, Device c
 StreamedGradientConfig streamed_gradient_config(GroupNormProblem const& p, bool aligned,
                                                 int columns, int pitch, Device const& device) {
   StreamedGradientConfig config;
+  int const tensors = kStreamedTensors + has_wide_gradient(p);
   int64_t fewest_tiles = 1;
   if (columns * size_of(p.dtype) >= 16 && columns < kMostImageColumns && pitch > columns) {
     // So many that each fits an image, as it lies in padded lines.
     int64_t const padded = p.pixels / columns * pitch * size_of(p.dtype) / 16;
-    fewest_tiles = ceil_div(padded, kMostImageVectors);
+    fewest_tiles = ceil_div(padded, most_image_vectors(tensors));
   }
-  config.streamed = stream_config(p, kStreamedTensors, aligned, fewest_tiles, device);
-  if (!config.streamed.support) {
-    config.streamed = stream_config(p, kStreamedTensors, aligned, 1, device);
-  }
+  config.streamed = stream_config(p, tensors, aligned, fewest_tiles, device);
+  if (!config.streamed.support) config.streamed = stream_config(p, tensors, aligned, 1, device);
   config.support = config.streamed.support;
   if (!config.support) return config;
   Stream const& s = config.streamed.stream;

@@ -290,12 +290,13 @@ class LaneUnits {
 };
 
 // A warp loads tiles: kTensors tensors' shares side by side in a stage, of what extent_of(tile)
-// says. places[stage] is where describe(walk, extent, units) is left, for who waits for the tile.
-template <int kTensors, class Place, class ExtentOf, class Describe>
+// says, the last tensor's of elements kWide times as long. places[stage] is where describe(walk, extent, units) is left, for who waits for the tile.
+template <int kTensors, int kWide = 1, class Place, class ExtentOf, class Describe>
 __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
                                            Barriers& barriers, unsigned char* ring, Place* places,
                                            ExtentOf const& extent_of, Describe const& describe) {
   static_assert(kTilesToL2 == 1, "the tile after the one that is loaded, if a lane has it");
+  constexpr int kParts = kTensors - 1 + kWide;
   uint32_t const base = device::shared_address(ring);
   int const lane = int(threadIdx.x) % 32;
   device::RingCursor cursor;
@@ -321,11 +322,12 @@ __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors
         if (issued >= s.stages) device::wait(&barriers.free[cursor.stage], cursor.parity ^ 1);
         if (issued >= kTilesToShared) device::wait(&barriers.full[landed.stage], landed.parity);
         places[cursor.stage] = place;
-        device::arrive_and_expect(&barriers.full[cursor.stage], kTensors * bytes);
+        device::arrive_and_expect(&barriers.full[cursor.stage], kParts * bytes);
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
-          device::bulk_load(base + cursor.stage * kStageBytes + t * (kStageBytes / kTensors),
-                            inputs[t] + first, bytes, &barriers.full[cursor.stage]);
+          int const wide = t == kTensors - 1 ? kWide : 1;
+          device::bulk_load(base + cursor.stage * kStageBytes + t * share_bytes(kParts),
+                            inputs[t] + wide * first, wide * bytes, &barriers.full[cursor.stage]);
         }
       }
       __syncwarp();

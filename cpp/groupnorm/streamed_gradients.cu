@@ -37,8 +37,18 @@ constexpr int kFirstReplacer = kSummerGroups * kSummers;
 constexpr int kFirstAlone = kFirstReplacer + kReplacerGroups * kReplacers;  // of no such group
 constexpr int kThreadsPerBlock = kFirstAlone + 3 * 32 + kStoreWarps * 32;
 
+// The gradients of a tile's vector of 16 bytes of input; stage: where the tile begins.
+template <class T, class G>
+__device__ __forceinline__ Pack<G, 16 / sizeof(T)> gradients_at(unsigned char const* stage,
+                                                                Tile const& tile, int vector) {
+  constexpr int kWide = sizeof(G) / sizeof(T);
+  unsigned char const* const first =
+      stage + share_bytes(1 + kWide) + tile.lead * (16 * (kWide - 1));
+  return Pack<G, 16 / sizeof(T)>::load(reinterpret_cast<G const*>(first + vector * (16 * kWide)));
+}
+
 // Of a tile, a thread's share of the sums of g and g xhat.
-template <class T, int kKnown>
+template <class T, class G, int kKnown>
 __device__ __forceinline__ float2 sums_of(Tile const& tile, GradientAffine const& affine,
                                           Stream const& s, unsigned char const* stage, int thread) {
   constexpr int kVector = 16 / sizeof(T);
@@ -51,7 +61,7 @@ __device__ __forceinline__ float2 sums_of(Tile const& tile, GradientAffine const
   float2 sums{};
   for_vectors<kSummers>(tile, thread, [&](int vector, bool is_ragged) {
     auto x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
-    auto g = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+    auto g = gradients_at<T, G>(stage, tile, vector);
     if (is_ragged) {
       clear_others(tile, s, vector, x.values);
       clear_others(tile, s, vector, g.values);
@@ -70,7 +80,7 @@ __device__ __forceinline__ float2 sums_of(Tile const& tile, GradientAffine const
 
 // kSummers threads, of group `group`, sum g and g xhat of each tile, which has one channel, for
 // add_sums().
-template <class T, int kKnown>
+template <class T, class G, int kKnown>
 __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream const& s,
                                           GradientShared& shared, unsigned char const* ring,
                                           int group, int thread) {
@@ -83,7 +93,7 @@ __device__ __forceinline__ void take_sums(GradientAffine const& affine, Stream c
     wait_asleep(&shared.barriers.full[cursor.stage], cursor.parity);
     Tile const tile = shared.tiles[cursor.stage];
     unsigned char const* const stage = ring + cursor.stage * kStageBytes + tile.lead * 16;
-    float2 const sums = sums_of<T, kKnown>(tile, affine, s, stage, thread);
+    float2 const sums = sums_of<T, G, kKnown>(tile, affine, s, stage, thread);
     wait_asleep(&shared.added[taking.stage], taking.parity ^ 1);
     shared.partial[taking.stage][thread] = sums;
     device::arrive(&shared.summed[taking.stage]);
@@ -171,7 +181,7 @@ __device__ __forceinline__ void merge_units(Stream const& s, float elements, Gra
 }
 
 // A thread's share of a tile's input gradients, by put(vector, results), and their sum.
-template <class T, int kKnown, class Put>
+template <class T, class G, int kKnown, class Put>
 __device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& terms,
                                          GradientAffine const& affine, Stream const& s,
                                          unsigned char const* stage, int thread, Put const& put) {
@@ -179,8 +189,7 @@ __device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& ter
   float sum = 0.0f;
   for_vectors<kReplacers>(tile, thread, [&](int vector, bool is_ragged) {
     auto const x = Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + vector * 16));
-    auto const g =
-        Pack<T, kVector>::load(reinterpret_cast<T const*>(stage + kTileBytes + vector * 16));
+    auto const g = gradients_at<T, G>(stage, tile, vector);
     float results[kVector];
     grad_inputs_of<kKnown>(
         x, g, [&](int) { return tile.channel; }, [&](int) { return terms; }, affine, results);
@@ -195,7 +204,7 @@ __device__ __forceinline__ float replace(Tile const& tile, GroupTerms const& ter
 // kReplacers threads, of group `group`, replace the input by its gradient, whose sums over a warp's
 // share of each tile go to `sums`, unless that is null. kPiece: of an image, elements that are put
 // at once; 0 where tiles have none.
-template <class T, int kKnown, int kPiece>
+template <class T, class G, int kKnown, int kPiece>
 __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stream const& s,
                                               GradientShared& shared, unsigned char* ring,
                                               float* __restrict__ sums, bool is_for_warps,
@@ -223,7 +232,7 @@ __device__ __forceinline__ void replace_tiles(GradientAffine const& affine, Stre
         results.store(reinterpret_cast<T*>(stage + vector * 16));
       }
     };
-    float sum = replace<T, kKnown>(tile, terms, affine, s, stage, thread, put);
+    float sum = replace<T, G, kKnown>(tile, terms, affine, s, stage, thread, put);
     if (kHasImages) {
       device::fence_async_proxy();
       device::arrive(&shared.barriers.free[cursor.stage]);
@@ -320,7 +329,7 @@ __device__ __forceinline__ void store_lines(T* output, Lines const& lines, Strea
   }
 }
 
-template <class T, int kKnown>
+template <class T, class G, int kKnown>
 __global__ void __launch_bounds__(kThreadsPerBlock, 1)
     gradients_stream(uint4 const* input, uint4 const* grad, uint4* output, GradientAffine affine,
                      float2* __restrict__ partials, uint64_t* words, Stream stream, float elements,
@@ -335,10 +344,10 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   __syncthreads();
   int const thread = int(threadIdx.x);
   if (thread < kFirstReplacer) {
-    take_sums<T, kKnown>(affine, stream, shared, ring, thread / kSummers, thread % kSummers);
+    take_sums<T, G, kKnown>(affine, stream, shared, ring, thread / kSummers, thread % kSummers);
   } else if (thread < kFirstAlone) {
     auto const replace = [&](auto piece) {
-      replace_tiles<T, kKnown, decltype(piece)::value>(
+      replace_tiles<T, G, kKnown, decltype(piece)::value>(
           affine, stream, shared, ring, sums, lines.columns > 0,
           (thread - kFirstReplacer) / kReplacers, (thread - kFirstReplacer) % kReplacers);
     };
@@ -352,7 +361,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
   } else if (thread < kFirstAlone + 32) {
     merge_units(stream, elements, shared, words);
   } else if (thread < kFirstAlone + 64) {
-    device_stream::load_tiles<kStreamedTensors>(
+    device_stream::load_tiles<kStreamedTensors, int(sizeof(G) / sizeof(T))>(
         {input, grad}, stream, shared.barriers, ring, shared.tiles,
         [&](unsigned tile) {
           return stream.line_elements > 0 ? Extent::of_lines(stream, tile)
@@ -378,7 +387,7 @@ __global__ void __launch_bounds__(kThreadsPerBlock, 1)
 #endif
 }
 
-template <class T, int kKnown>
+template <class T, class G, int kKnown>
 void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTensors const& tensors,
             float2* partials, uint64_t* words, cudaStream_t stream) {
   auto const* input = static_cast<uint4 const*>(tensors.input);
@@ -389,7 +398,7 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   float elements = float(p.group_size());
   // Bulk copies store dense planes, of whole vectors: else some would go to a plane's neighbours.
   Lines lines = Lines::of(p, tensors);
-  if (cut_in_lines<16 / int(sizeof(T))>(s, lines)) {
+  if (cut_in_lines<16 / int(sizeof(T))>(s, lines, 1 + int(sizeof(G) / sizeof(T)))) {
     lines = {};
   } else if (lines.columns == lines.pitch) {
     bool const whole = p.pixels % (16 / int(sizeof(T))) == 0;
@@ -398,7 +407,7 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   float* sums = tensors.sums;
   void* arguments[] = {&input, &grad, &output,   &affine, &partials,
                        &words, &s,    &elements, &lines,  &sums};
-  device_stream::launch("streamed_gradients", gradients_stream<T, kKnown>, kThreadsPerBlock, config,
+  device_stream::launch("streamed_gradients", gradients_stream<T, G, kKnown>, kThreadsPerBlock, config,
                         arguments, stream);
 }
 
@@ -413,10 +422,11 @@ void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem c
       "streamed_gradients: input, grad_output or grad_input is not aligned to 16 bytes");
   FUSEDCONV_CUDA("streamed_gradients",
                  cudaMemsetAsync(workspace, 0xff, config.streamed.words_bytes(), stream));
-  dispatch_kernel(p, [&](auto zero, auto active) {
+  dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
     using T = decltype(zero);
+    using G = decltype(grad);
     auto const start = [&](auto known) {
-      launch<T, known.value>(config.streamed, p, tensors, partials,
+      launch<T, G, known.value>(config.streamed, p, tensors, partials,
                              static_cast<uint64_t*>(workspace), stream);
     };
     if constexpr (sizeof(T) == 4 && active.value) {

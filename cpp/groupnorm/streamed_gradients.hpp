@@ -18,16 +18,19 @@ inline constexpr int kSummerGroups = 4;
 inline constexpr int kReplacers = 128;
 inline constexpr int kReplacerGroups = 3;
 
-// A stage holds a tile of the input and, beside it, of the gradient.
-inline constexpr int kTileBytes = kStageBytes / kStreamedTensors;
 // Of a tile as it lies in padded lines.
-inline constexpr int kImageBytes = kTileBytes;
+inline constexpr int kImageBytes = kStageBytes / kStreamedTensors;
 inline constexpr int kImageStart = 16;
 // Vectors of which stores are multiples, but of runs cut too short for that: of sectors that a
 // store fills in part all go through the cache once more.
 inline constexpr int kImageUnit = kLineVectors;
-inline constexpr int kMostImageVectors =
-    (kImageBytes - kImageStart - 32) / 16 / kImageUnit * kImageUnit;
+// A tile fits its share of a stage, too, with what it begins within.
+constexpr int most_image_vectors(int tensors) {
+  int const image = (kImageBytes - kImageStart - 32) / 16;
+  int const tile = share_bytes(tensors) / 16 - kLineVectors;
+  return (image < tile ? image : tile) / kImageUnit * kImageUnit;
+}
+static_assert(most_image_vectors(kStreamedTensors) == 504);
 inline constexpr int kMostImageColumns = 1 << 15;  // fewer than these
 
 struct StreamedGradientConfig : GradientBuffers {

@@ -15,6 +15,17 @@ inline Support supports_same_form(GroupNormProblem const& p) {
   return Support::yes();
 }
 
+// Of kernels of gradients, whose problem's output_dtype is that of the output's gradient: float32
+// where autocast had the output in it.
+inline bool has_wide_gradient(GroupNormProblem const& p) {
+  return p.output_dtype == DType::kFloat32 && size_of(p.dtype) == 2;
+}
+inline Support supports_gradient_form(GroupNormProblem const& p) {
+  GroupNormProblem same = p;
+  if (has_wide_gradient(p)) same.output_dtype = p.dtype;
+  return supports_same_form(same);
+}
+
 inline void check_supported(char const* step, Support const& support) {
   if (!support) throw InvalidArgument(detail::join(step, ": ", support.reason));
 }

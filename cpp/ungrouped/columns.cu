@@ -38,9 +38,9 @@ Sharing sharing_of(GroupNormProblem const& p, int vector) {
 int widest(GroupNormProblem const& p) { return p.pixels % 2 == 0 ? 2 : 1; }
 
 // Blocks go over tiles of pixels in turn.
-template <class T, int kHeld, int kVector, Known kKnown>
+template <class T, class G, int kHeld, int kVector, Known kKnown>
 __global__ void __launch_bounds__(kMostThreads, 1)
-    grad_of_columns(Tensors<T> const tensors, int64_t pixels, int64_t tiles, int64_t all_tiles,
+    grad_of_columns(Tensors<T, G> const tensors, int64_t pixels, int64_t tiles, int64_t all_tiles,
                     int lane_bits) {
   extern __shared__ float4 shared[];
   Affine const& affine = tensors.affine;
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   Sums sums[kHeld];
   struct Loaded {
-    Pack<T, kVector> inputs[kHeld], grads[kHeld];
+    Pack<T, kVector> inputs[kHeld];
+    Pack<G, kVector> grads[kHeld];
   };
   // Where a tile's values of the thread begin, and how many of its channels exist.
   struct Place {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     for (int k = 0; k < kHeld; ++k) {
       if (k >= place.held) continue;
       loaded.inputs[k] = Pack<T, kVector>::load(tensors.input + place.base + k * pixels);
-      loaded.grads[k] = Pack<T, kVector>::load(tensors.grad + place.base + k * pixels);
+      loaded.grads[k] = Pack<G, kVector>::load(tensors.grad + place.base + k * pixels);
     }
   };
   // The input stays what was loaded, and is widened and activated again wherever it is read.
@@ -218,20 +219,21 @@ int64_t parts_of_columns(GroupNormProblem const& p) {
 void gradient_of_columns(GradientConfig const& config, GradientTensors const& given,
                          cudaStream_t stream) {
   GroupNormProblem const& p = config.problem;
-  device::dispatch_type(p.dtype, [&](auto zero) {
+  dispatch_types(p, [&](auto zero, auto grad) {
     using T = decltype(zero);
+    using G = decltype(grad);
     auto const launch = [&](auto vector, auto known) {
       Sharing const sharing = sharing_of(p, vector.value);
       auto const kernel = sharing.held == kFew
-                              ? grad_of_columns<T, kFew, vector.value, known.value>
-                              : grad_of_columns<T, kMany, vector.value, known.value>;
+                              ? grad_of_columns<T, G, kFew, vector.value, known.value>
+                              : grad_of_columns<T, G, kMany, vector.value, known.value>;
       int const parts = sharing.threads >> sharing.lane_bits;
       int const sums = (sharing.threads / 32 << sharing.lane_bits) * vector.value;
       int const shared =
           parts * sharing.held * int(sizeof(float2)) + (1 + 2 + 2) * sums * int(sizeof(float));
       int64_t const tiles = sharing.tiles(p);
       dim3 const grid = device::checked_grid("grad_of_columns", config.parts);
-      device::launch(kernel, grid, sharing.threads, shared, stream, tensors_of<T>(p, given),
+      device::launch(kernel, grid, sharing.threads, shared, stream, tensors_of<T, G>(p, given),
                      p.pixels, tiles, p.batch * tiles, sharing.lane_bits);
     };
     if (!serves(p, given, p.pixels, 2)) {

@@ -18,10 +18,10 @@ namespace fusedconv::ungrouped {
 using device::Pack;
 using groupnorm::Affine;
 
-template <class T>
+template <class T, class G>
 struct Tensors {
   T const* input;
-  T const* grad;
+  G const* grad;
   T* output;  // null: sums alone are wanted
   float* partials;
   Affine affine;
@@ -194,10 +194,10 @@ __device__ __forceinline__ layernorm::PixelStatistics statistics_of(float share,
 template <class T, Known kKnown>
 constexpr bool kMeanHasLow = layernorm::kKeepsLow<T> || kKnown == Known::kAny;
 
-template <class T>
-Tensors<T> tensors_of(GroupNormProblem const& p, GradientTensors const& given) {
+template <class T, class G>
+Tensors<T, G> tensors_of(GroupNormProblem const& p, GradientTensors const& given) {
   return {.input = static_cast<T const*>(given.input),
-          .grad = static_cast<T const*>(given.grad_output),
+          .grad = static_cast<G const*>(given.grad_output),
           .output = static_cast<T*>(given.grad_input),
           .partials = given.partials,
           .affine = groupnorm::affine_of(p, given.weight, given.bias, nullptr),
@@ -208,8 +208,20 @@ Tensors<T> tensors_of(GroupNormProblem const& p, GradientTensors const& given) {
 inline bool serves(GroupNormProblem const& p, GradientTensors const& t, int64_t extent,
                    int vector) {
   int64_t const bytes = vector * size_of(p.dtype);
+  int64_t const of_grad = std::min<int64_t>(16, vector * size_of(p.output_dtype));
   return extent % vector == 0 && device::is_aligned(t.input, bytes) &&
-         device::is_aligned(t.grad_output, bytes) && device::is_aligned(t.grad_input, bytes);
+         device::is_aligned(t.grad_output, of_grad) && device::is_aligned(t.grad_input, bytes);
+}
+
+// Calls body(T{}, G{}): T is the problem's dtype, G that of the output's gradient.
+template <class F>
+void dispatch_types(GroupNormProblem const& p, F&& body) {
+  device::dispatch_type(p.dtype, [&](auto zero) {
+    if constexpr (sizeof(zero) == 2) {
+      if (groupnorm::has_wide_gradient(p)) return body(zero, float{});
+    }
+    body(zero, zero);
+  });
 }
 
 }  // namespace fusedconv::ungrouped

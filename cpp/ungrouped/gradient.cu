@@ -8,6 +8,7 @@
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
 #include "groupnorm/launch.hpp"
+#include "groupnorm/support.hpp"
 #include "ungrouped/passes.hpp"
 
 namespace fusedconv::ungrouped {
@@ -52,9 +53,9 @@ GradientConfig gradient_config(GroupNormProblem const& p, Kind kind) {
     config.support = Support::no(std::move(reason));
     return config;
   };
-  if (p.output_layout != p.input_layout || p.output_dtype != p.dtype ||
-      p.input_row_channels() != p.channels) {
-    return refuse("layouts, dtypes or rows of input and output differ");
+  if (Support const form = groupnorm::supports_gradient_form(p); !form) return refuse(form.reason);
+  if (groupnorm::has_wide_gradient(p) && kind != Kind::kLayer) {
+    return refuse("output and input dtype differ, which is served of LayerNorm alone");
   }
   if (kind == Kind::kIdentity && p.activation_before != Activation::kIdentity) {
     return refuse("an activation alone is described as one behind");

@@ -20,7 +20,7 @@ groupnorm::Split split_of(GroupNormProblem const& p) {
 // Block (split, plane).
 template <class T, int kVector, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
-    grad_of_planes(Tensors<T> const tensors, int64_t pixels, int64_t split_size, int splits) {
+    grad_of_planes(Tensors<T, T> const tensors, int64_t pixels, int64_t split_size, int splits) {
   Affine const& affine = tensors.affine;
   int const split = int(blockIdx.x % unsigned(splits));
   int const plane = int(blockIdx.x / unsigned(splits));
@@ -118,7 +118,7 @@ void gradient_of_planes(GradientConfig const& config, GradientTensors const& giv
         auto const kernel = config.kind == Kind::kIdentity
                                 ? grad_of_planes<T, vector.value, Kind::kIdentity, known.value>
                                 : grad_of_planes<T, vector.value, Kind::kAffine, known.value>;
-        device::launch(kernel, grid, kThreads, 0, stream, tensors_of<T>(p, given), p.pixels,
+        device::launch(kernel, grid, kThreads, 0, stream, tensors_of<T, T>(p, given), p.pixels,
                        split.size, split.count);
       };
       constexpr int kWhole = 16 / int(sizeof(T));

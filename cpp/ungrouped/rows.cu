@@ -54,9 +54,9 @@ int widest(GroupNormProblem const& p) {
 // Whether registers hold what comes next, loaded while a thread computes, and values of several
 // rows at once: few warps would not hide how long memory and chains of sums take. Calls leave too
 // few of them.
-template <class T>
+template <class T, class G>
 constexpr bool is_roomy(Kind kind, Known known, int held) {
-  int const bytes = held * int(sizeof(T));  // of a pixel's channels
+  int const bytes = held * int(sizeof(T) + sizeof(G)) / 2;  // of a pixel's channels in a tensor
   return known != Known::kAny && bytes <= (resident_of(kind, held) == 1 ? 64 : 32);
 }
 
@@ -68,12 +68,12 @@ int64_t parts_of(GroupNormProblem const& p, Kind kind, Sharing const& sharing) {
 }
 
 // Block (part, slab).
-template <class T, int kVector, int kPacks, Kind kKind, Known kKnown>
+template <class T, class G, int kVector, int kPacks, Kind kKind, Known kKnown>
 __global__ void __launch_bounds__(kThreads, resident_of(kKind, kVector* kPacks))
-    grad_of_rows(Tensors<T> const tensors, int64_t rows, int lane_bits) {
+    grad_of_rows(Tensors<T, G> const tensors, int64_t rows, int lane_bits) {
   constexpr int kHeld = kVector * kPacks;
   constexpr int kRows = rows_of(kHeld);
-  constexpr bool kRoomy = is_roomy<T>(kKind, kKnown, kHeld);
+  constexpr bool kRoomy = is_roomy<T, G>(kKind, kKnown, kHeld);
   extern __shared__ float4 shared[];
   auto* const table = reinterpret_cast<float2*>(shared);  // of the slab's channels
   Affine const& affine = tensors.affine;
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kThreads, resident_of(kKind, kVector* kPacks))
 
   Sums sums[kPacks][kVector];
   struct Loaded {
-    Pack<T, kVector> inputs[kRows][kPacks], grads[kRows][kPacks];
+    Pack<T, kVector> inputs[kRows][kPacks];
+    Pack<G, kVector> grads[kRows][kPacks];
   };
   auto const row_of = [&](int64_t first, int r) { return first + r * groups + group; };
   auto const at = [&](int64_t row, int k) { return row * affine.channels + slab + column_of(k); };
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, resident_of(kKind, kVector* kPacks))
         if constexpr (kReads<kKind, kKnown>) {
           loaded.inputs[r][k] = Pack<T, kVector>::load(tensors.input + at(row, k));
         }
-        loaded.grads[r][k] = Pack<T, kVector>::load(tensors.grad + at(row, k));
+        loaded.grads[r][k] = Pack<G, kVector>::load(tensors.grad + at(row, k));
       }
     }
   };
@@ -261,25 +262,29 @@ void gradient_of_rows(GradientConfig const& config, GradientTensors const& given
                       cudaStream_t stream) {
   GroupNormProblem const& p = config.problem;
   bool const aligned = serves(p, given, p.channels, widest(p));
-  device::dispatch_type(p.dtype, [&](auto zero) {
+  dispatch_types(p, [&](auto zero, auto grad) {
     using T = decltype(zero);
+    using G = decltype(grad);
+    constexpr bool kWide = !std::is_same_v<T, G>;
     auto const launch = [&](auto vector, auto packs, auto kind, auto known) {
       Sharing const sharing = sharing_of(p, kind.value, vector.value);
       dim3 const grid =
           device::checked_grid("grad_of_rows", config.parts, sharing.slabs(p.channels));
       int const shared = (sharing.held() << sharing.lane_bits) * int(sizeof(float2) + sizeof(Sums));
-      device::launch(grad_of_rows<T, vector.value, packs.value, kind.value, known.value>, grid,
-                     kThreads, shared, stream, tensors_of<T>(p, given), p.batch * p.pixels,
+      device::launch(grad_of_rows<T, G, vector.value, packs.value, kind.value, known.value>, grid,
+                     kThreads, shared, stream, tensors_of<T, G>(p, given), p.batch * p.pixels,
                      sharing.lane_bits);
     };
     auto const launch_packs = [&](auto vector, auto known, auto... packs) {
-      if (config.kind == Kind::kAffine) {
-        using Affine = std::integral_constant<Kind, Kind::kAffine>;
-        return launch(vector, Count<1>{}, Affine{}, known);
-      }
-      if (config.kind == Kind::kIdentity) {
-        using Identity = std::integral_constant<Kind, Kind::kIdentity>;
-        return launch(vector, Count<1>{}, Identity{}, known);
+      if constexpr (!kWide) {
+        if (config.kind == Kind::kAffine) {
+          using Affine = std::integral_constant<Kind, Kind::kAffine>;
+          return launch(vector, Count<1>{}, Affine{}, known);
+        }
+        if (config.kind == Kind::kIdentity) {
+          using Identity = std::integral_constant<Kind, Kind::kIdentity>;
+          return launch(vector, Count<1>{}, Identity{}, known);
+        }
       }
       int const wanted = sharing_of(p, config.kind, vector.value).packs;
       using Layer = std::integral_constant<Kind, Kind::kLayer>;
@@ -288,9 +293,11 @@ void gradient_of_rows(GradientConfig const& config, GradientTensors const& given
     constexpr int kWhole = 16 / int(sizeof(T));
     if (!aligned || widest(p) != kWhole) {
       using Any = std::integral_constant<Known, Known::kAny>;
-      using None = std::integral_constant<Known, Known::kNone>;
-      using Identity = std::integral_constant<Kind, Kind::kIdentity>;
-      if (!config.reads_input()) return launch(Count<1>{}, Count<1>{}, Identity{}, None{});
+      if constexpr (!kWide) {
+        using None = std::integral_constant<Known, Known::kNone>;
+        using Identity = std::integral_constant<Kind, Kind::kIdentity>;
+        if (!config.reads_input()) return launch(Count<1>{}, Count<1>{}, Identity{}, None{});
+      }
       return launch_packs(Count<1>{}, Any{}, Count<kFewSingles>{}, Count<kMostHeld>{});
     }
     dispatch_known(p, [&](auto known) {

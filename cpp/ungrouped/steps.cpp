@@ -42,7 +42,10 @@ std::string Gradient::describe() const {
       "gradient through ",
       groupnorm::join_parts(" + ", {step_name(p.activation_after), name_of(config_.kind),
                                     step_name(p.activation_before)}),
-      " in one pass (", name_of(p.input_layout), "), + sums by channel");
+      " in one pass (", name_of(p.input_layout), ")",
+      groupnorm::has_wide_gradient(p) ? detail::join(", of ", fusedconv::name_of(p.output_dtype))
+                                      : "",
+      ", + sums by channel");
 }
 
 std::vector<Operand> Gradient::operands() const {

@@ -39,8 +39,9 @@ from fusedconv.support import Support
 
 @functools.lru_cache(maxsize=1024)
 def compiled_problem(problem: BackwardProblem) -> Any:
-    """What the epilogue computes, over tensors in the forward output's layout and input's dtype. An
-    activation alone stands behind, where more kernels have it compiled in."""
+    """What the epilogue computes, over tensors in the forward output's layout and the input's dtype,
+    the output's gradient in its own. An activation alone stands behind, where more kernels have it
+    compiled in."""
     forward = problem.forward
     form = act_norm_act(forward.epilogue, frozenset(KINDS))
     assert isinstance(form, ActNormAct)
@@ -52,7 +53,7 @@ def compiled_problem(problem: BackwardProblem) -> Any:
         batch=forward.batch,
         input_layout=forward.output_layout,
         output_layout=forward.output_layout,
-        output_dtype=forward.dtype,
+        output_dtype=problem.grad_dtype,
     )
 
 
@@ -83,9 +84,10 @@ def supports_epilogue(
         return Support.no("sums the bias's gradient beside the epilogue's only")
     if "residual" in problem.gradients:
         return Support.no("computes no gradient of a residual")
-    if problem.grad_dtype != problem.forward.dtype:
+    # Autocast has the outputs of normalisations in float32.
+    if problem.grad_dtype not in (forward.dtype, torch.float32):
         return Support.no(
-            f"the output's gradient is {problem.grad_dtype}, the input {problem.forward.dtype}"
+            f"the output's gradient is {problem.grad_dtype}, the input {forward.dtype}"
         )
     return supports_compiled(problem.forward, ungrouped or frozenset())
 
@@ -129,6 +131,7 @@ class GroupNormBackward(BackwardKernel):
         assert norm is not None
         elements = forward.output_channels * math.prod(forward.output_spatial)
         sample = elements * forward.dtype.itemsize
+        grad_sample = elements * problem.grad_dtype.itemsize
         groups = 4 * norm.groups(forward.output_channels)
         absent = _C.Operand()
         lines: dict[str, Any] = {}
@@ -166,7 +169,7 @@ class GroupNormBackward(BackwardKernel):
             {
                 "problem": compiled,
                 "input": program.tensor(INPUT, sample),
-                "grad_output": program.tensor(GRAD_OUTPUT, sample),
+                "grad_output": program.tensor(GRAD_OUTPUT, grad_sample),
                 "mean": program.tensor(MEAN, groups),
                 "rstd": program.tensor(RSTD, groups),
                 "weight": weight,
@@ -205,6 +208,11 @@ def _merge(program: Any, config: Any, operands: dict[str, Any]) -> None:
     program.per_chunk(
         _C.group_norm.MergeGradientSums(config, **{name: operands[name] for name in names})
     )
+
+
+def _wide(problem: BackwardProblem) -> float:
+    """Times the input's bytes, those of the output's gradient."""
+    return problem.grad_dtype.itemsize / problem.forward.dtype.itemsize
 
 
 def _passes_milliseconds(problem: BackwardProblem, device: Device, passes: float) -> float:
@@ -297,9 +305,10 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
         blocks = forward.batch * (forward.output_channels if planes else 1) * splits
         # It takes two blocks a multiprocessor to load the memory fully.
         busy = min(1.0, blocks / max(1, 2 * device.multiprocessors))
-        passes = 2.0
+        wide = _wide(problem)
+        passes = 1.0 + wide
         if wants_input(problem):
-            passes = 5.0 if planes else 6.2
+            passes = (3.0 + 2.0 * wide) * (1.0 if planes else 1.24)
         passes /= busy
         cycles = 0.0
         if not _is_compiled_in(forward):
@@ -309,7 +318,7 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
             # Measured on an H100 with lines of 34 and 258 elements: pieces of them take so long to
             # store, where that is longer than the second pass's three trips to memory.
             stores = 0.6 + 25.0 / forward.output_spatial[-1]
-            trips = _passes_milliseconds(problem, device, 3.0)
+            trips = _passes_milliseconds(problem, device, 2.0 + wide)
             result += max(0.0, _cycles_milliseconds(problem, device, stores) - trips)
         return result
 
@@ -346,7 +355,7 @@ class GroupNormBackwardStreamed(GroupNormBackward):
         forward = problem.forward
         is_known = _is_compiled_in(forward) or _is_gelu_in_front(forward)
         cycles = 0.8 if is_known else 1.7
-        return _milliseconds(problem, device, 7, 3.5, cycles)
+        return _milliseconds(problem, device, 7, 3.5 * (2.0 + _wide(problem)) / 3.0, cycles)
 
 
 class GroupNormBackwardPlan(BackwardPlan):

@@ -56,7 +56,7 @@ def _milliseconds(problem: BackwardProblem, device: Device, tensors: int) -> flo
     passes = _OVER_COPY
     if forward.norm is not None and forward.norm.kind == "layer":
         passes = _LAYER_NORM_OVER_COPY[forward.output_layout, size]
-    moved = tensors * forward.output_elements * size
+    moved = forward.output_elements * ((tensors - 1) * size + problem.grad_dtype.itemsize)
     moved += 2 * _config(problem).partial_bytes
     work = passes * device.copy_milliseconds(moved)
     if forward.output_layout == "nchw":  # a block for each plane at least

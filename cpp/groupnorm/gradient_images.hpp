@@ -87,8 +87,9 @@ __device__ __forceinline__ void store_images(uint4* output, Stream const& s, Gra
   }
 }
 
-// Cuts runs of so many `tensors` as they lie in padded lines, in as many tiles, and says whether that serves: a tile and
-// what it begins within fit a stage, a vector is of two lines at most, and quotients are exact.
+// Cuts runs of so many `tensors` as they lie in padded lines, in as many tiles, and says whether
+// that serves: a tile and what it begins within fit a stage, a vector is of two lines at most, and
+// quotients are exact.
 template <int kVector>
 bool cut_in_lines(Stream& s, Lines const& lines, int tensors) {
   if (lines.columns < kVector || lines.pitch - lines.columns >= kVector ||

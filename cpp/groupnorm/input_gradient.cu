@@ -108,8 +108,8 @@ void launch(GroupNormProblem const& p, GradientTensors const& tensors, GroupTerm
   dispatch_gradients<T, G, kActivate>(p, tensors, !in_lines, [&](auto vector, auto known) {
     constexpr int kVector = vector.value;
     dispatch_form(tensors, in_lines, [&](auto form) {
-      device::launch(grad_of_planes<T, G, kVector, known.value, form.value>, grid, kThreads, 0, stream,
-                     x, g, output, affine, terms, p.pixels, split.size, split.count,
+      device::launch(grad_of_planes<T, G, kVector, known.value, form.value>, grid, kThreads, 0,
+                     stream, x, g, output, affine, terms, p.pixels, split.size, split.count,
                      Lines::of(p, tensors), LineStep::of(tensors, kThreads * kVector),
                      tensors.sums);
     });

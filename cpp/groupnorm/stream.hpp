@@ -119,8 +119,9 @@ struct StreamedConfig {
 };
 
 // tensors: 1 where a stage holds a tile of the input; 2 where it holds the input's and the
-// gradient's, and a tile has one channel; 3 where the gradient's takes twice the place. aligned: addresses are multiples of 16 bytes.
-// fewest_tiles: of a run. in_halves: what is in front is computed in half precision.
+// gradient's, and a tile has one channel; 3 where the gradient's takes twice the place. aligned:
+// addresses are multiples of 16 bytes. fewest_tiles: of a run. in_halves: what is in front is
+// computed in half precision.
 StreamedConfig stream_config(GroupNormProblem const& problem, int tensors, bool aligned,
                              int64_t fewest_tiles, Device const& device, bool in_halves = false);
 

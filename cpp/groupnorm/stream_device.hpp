@@ -290,7 +290,8 @@ class LaneUnits {
 };
 
 // A warp loads tiles: kTensors tensors' shares side by side in a stage, of what extent_of(tile)
-// says, the last tensor's of elements kWide times as long. places[stage] is where describe(walk, extent, units) is left, for who waits for the tile.
+// says, the last tensor's of elements kWide times as long. places[stage] is where describe(walk,
+// extent, units) is left, for who waits for the tile.
 template <int kTensors, int kWide = 1, class Place, class ExtentOf, class Describe>
 __device__ __forceinline__ void load_tiles(uint4 const* const (&inputs)[kTensors], Stream const& s,
                                            Barriers& barriers, unsigned char* ring, Place* places,

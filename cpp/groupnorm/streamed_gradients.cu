@@ -407,8 +407,8 @@ void launch(StreamedConfig const& config, GroupNormProblem const& p, GradientTen
   float* sums = tensors.sums;
   void* arguments[] = {&input, &grad, &output,   &affine, &partials,
                        &words, &s,    &elements, &lines,  &sums};
-  device_stream::launch("streamed_gradients", gradients_stream<T, G, kKnown>, kThreadsPerBlock, config,
-                        arguments, stream);
+  device_stream::launch("streamed_gradients", gradients_stream<T, G, kKnown>, kThreadsPerBlock,
+                        config, arguments, stream);
 }
 
 }  // namespace
@@ -427,7 +427,7 @@ void streamed_gradients(StreamedGradientConfig const& config, GroupNormProblem c
     using G = decltype(grad);
     auto const start = [&](auto known) {
       launch<T, G, known.value>(config.streamed, p, tensors, partials,
-                             static_cast<uint64_t*>(workspace), stream);
+                                static_cast<uint64_t*>(workspace), stream);
     };
     if constexpr (sizeof(T) == 4 && active.value) {
       if (known_activations(p) == kGeluBefore) {

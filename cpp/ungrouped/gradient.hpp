@@ -46,7 +46,8 @@ struct GradientConfig {
 GradientConfig gradient_config(GroupNormProblem const& problem, Kind kind);
 
 // input, grad_output and grad_input are dense in the problem's layout and dtype, grad_output in its
-// output_dtype: the same, or of LayerNorm float32 beside 16 bits. weight and bias may be null, grad_input where sums alone are wanted, input where it is not read.
+// output_dtype: the same, or of LayerNorm float32 beside 16 bits. weight and bias may be null,
+// grad_input where sums alone are wanted, input where it is not read.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;

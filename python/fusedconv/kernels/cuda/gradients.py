@@ -39,7 +39,7 @@ from fusedconv.support import Support
 
 @functools.lru_cache(maxsize=1024)
 def compiled_problem(problem: BackwardProblem) -> Any:
-    """What the epilogue computes, over tensors in the forward output's layout and the input's dtype,
+    """What the epilogue computes, over tensors in the forward output's layout and input's dtype,
     the output's gradient in its own. An activation alone stands behind, where more kernels have it
     compiled in."""
     forward = problem.forward

@@ -44,7 +44,8 @@ constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
 template <int kVector, class T, class G, class F>
 __device__ __forceinline__ void for_each_row(T const* input, G const* grad, Place const& place,
                                              int step, int64_t channels, F&& body) {
-  constexpr int kAhead = rows_ahead(sizeof(T));
+  // Of a wider gradient as many bytes.
+  constexpr int kAhead = rows_ahead(sizeof(T)) / int(sizeof(G) / sizeof(T));
   Pack<T, kVector> inputs[kAhead];
   Pack<G, kVector> grads[kAhead];
   auto const load = [&](int64_t row) {

@@ -12,6 +12,7 @@ import ungrouped
 from gpu_checks import poison
 from problems import explained
 from reference import GRADIENT_FLOOR, LAYOUTS, channels_last, relative_error
+from reference import conv_transpose_act_norm as composition
 from reference import group_norm as eager
 from test_gpu_gradients import KERNELS, STREAMED, TWO_PASS, assert_close_to, serves_gradients
 from test_gpu_gradients import backward as backward  # a fixture
@@ -94,7 +95,7 @@ def test_against_fp64(shape, groups, layout, kernel, dtype, backward):
         assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
 
-@pytest.mark.parametrize("shift", [0, 1, 4])
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_addresses_of_the_gradient(layout, shift, backward):
     """Of a gradient that begins between vectors of sixteen or of eight elements' bytes."""
@@ -133,6 +134,8 @@ def test_layer_norm(channels, spatial, layout, dtype):
             check(x, weight, bias, before, after)
     check(x, None, None, None, "gelu")
     check(x, weight, bias, None, "relu", ["norm_weight"])
+    for shift in (1, 2, 4):  # of the gradient's address, in elements
+        check(x, weight, bias, None, "gelu", shift=shift)
 
 
 # ---- a step of training --------------------------------------------------------------------------
@@ -177,8 +180,6 @@ def step(model, x, grad, dtype=None):
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("channels", "spatial"), [(32, (64, 72)), (24, (31, 37))])
 def test_a_step_behind_a_convolution(channels, spatial, stride, layout, norm, dtype):
-    from reference import conv_transpose_act_norm as composition
-
     torch.manual_seed(0)
     ours = Layer(conv_transpose_act_norm, stride, channels, norm).cuda()
     theirs = copy.deepcopy(ours)
@@ -196,8 +197,40 @@ def test_a_step_behind_a_convolution(channels, spatial, stride, layout, norm, dt
     reference = step(exact, x.double(), grad.double())
     for a, t, r in zip(actual, torchs, reference, strict=True):
         assert a.dtype == torch.float32
-        limit = 1.1 * relative_error(t, r) + 8 * GRADIENT_FLOOR[dtype]
+        limit = 1.1 * relative_error(t, r) + 2 * GRADIENT_FLOOR[dtype]
         assert relative_error(a, r) <= limit, explanation.kernel
+    again = step(ours, x, grad, dtype)
+    if "torch" not in explanation.kernel:  # cuDNN may add in another order each time
+        assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+@LOW
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("spatial", [(64, 34), (48, 37), (20, 258), (46, 54)], ids=str)
+def test_padded_lines_with_the_bias_beside_them(spatial, kernel, dtype, backward):
+    """As convolutions in front read them on Hopper."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the gradients of the convolution run on compute capability 9.0")
+    backward(kernel, "sm90_gradients_bf16", "sm90_gradients_fp16")
+    torch.manual_seed(0)
+    ours = Layer(conv_transpose_act_norm, 1, 24, None).cuda()
+    theirs = copy.deepcopy(ours)
+    theirs.function = composition
+    exact = copy.deepcopy(theirs).double()
+    x = torch.randn(3, 24, *spatial, device="cuda")
+    with torch.autocast("cuda", dtype):
+        _, explanation = explained(lambda: ours(x.requires_grad_()), gradients=True)
+    x = x.detach()
+    assert explanation.kernel.startswith(f"{kernel} + sm90_gradients_"), explanation.kernel
+    padded = any("padded to" in line for line in explanation.steps)
+    assert padded == (spatial[-1] % 8 != 0), explanation.steps
+    grad = torch.randn(3, 48, *spatial, device="cuda")
+    poison()
+    actual = step(ours, x, grad, dtype)
+    torchs = step(theirs, x, grad, dtype)
+    reference = step(exact, x.double(), grad.double())
+    for a, t, r in zip(actual, torchs, reference, strict=True):
+        assert relative_error(a, r) <= 1.1 * relative_error(t, r) + 2 * GRADIENT_FLOOR[dtype]
     again = step(ours, x, grad, dtype)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
@@ -245,8 +278,6 @@ def test_a_captured_step(kernel, backward):
 def test_scaled_gradients_train():
     torch.manual_seed(0)
     ours = Layer(conv_transpose_act_norm, 2, 32, None).cuda()
-    from reference import conv_transpose_act_norm as composition
-
     theirs = copy.deepcopy(ours)
     theirs.function = composition
     losses = []
@@ -267,12 +298,12 @@ def test_scaled_gradients_train():
             found.append(float(loss))
         losses.append(found)
         assert scaler.get_scale() == 2.0**12
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_what_streams_says_what_it_does_not_serve(backward):
     backward(STREAMED)
-    x = torch.randn(2, 12, 31, 33, device="cuda").bfloat16()
+    x = torch.randn(2, 12, 32, 33, device="cuda").bfloat16()
     call = lowered(lambda x: group_norm(x, 3), x.dtype)
     with pytest.raises(fusedconv.NoKernelError, match="planes are smaller than half a tile"):
         gradients(call, (x,), torch.randn_like(x, dtype=torch.float32))

@@ -56,9 +56,12 @@ def _milliseconds(problem: BackwardProblem, device: Device, tensors: int) -> flo
     passes = _OVER_COPY
     if forward.norm is not None and forward.norm.kind == "layer":
         passes = _LAYER_NORM_OVER_COPY[forward.output_layout, size]
-    moved = forward.output_elements * ((tensors - 1) * size + problem.grad_dtype.itemsize)
+    moved = tensors * forward.output_elements * size
     moved += 2 * _config(problem).partial_bytes
     work = passes * device.copy_milliseconds(moved)
+    # What binds LayerNorm is not how wide the gradient is.
+    wider = forward.output_elements * (problem.grad_dtype.itemsize - size)
+    work += _OVER_COPY * device.copy_milliseconds(wider)
     if forward.output_layout == "nchw":  # a block for each plane at least
         planes = forward.batch * forward.output_channels
         at_once = _BLOCKS_AT_ONCE * max(1, device.multiprocessors)

@@ -19,7 +19,7 @@ STAGES = ((None, None), (None, "gelu"), (None, "relu"), ("gelu_tanh", "silu"), (
 NAMES = ("conv_output", "norm_weight", "norm_bias", "bias")
 #: What activations in their quick forms may take from sums of gradients in float32: less than
 #: rounding those to 16 bits would.
-OF_WIDE_SUMS = {torch.float16: 3e-5, torch.bfloat16: 2e-4}
+OF_WIDE_SUMS = {torch.float16: 1e-4, torch.bfloat16: 2e-4}
 
 
 def max_dtype(*dtypes):
@@ -128,5 +128,8 @@ def assert_as_accurate(
         floor = 4 * GRADIENT_FLOOR[x.dtype]
         if grad_dtype is not None and name in ("norm_weight", "norm_bias"):
             floor = OF_WIDE_SUMS[x.dtype]
+            if after == "relu" and x.numel() > 1 << 20:
+                # One rounding in float32 decides of one or two values of so many.
+                floor += 8 / float(exact[name].norm())
         limit = 2 * relative_error(torchs[name], exact[name]) + floor
         assert error <= limit, (name, error, limit)

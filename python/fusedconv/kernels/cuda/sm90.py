@@ -199,7 +199,7 @@ class CutlassSm90(Sm90Row):
         milliseconds = waves * max(multiply, staging) * 1e6 / device.clock_hertz
         size = problem.dtype.itemsize
         output = problem.output_elements * size
-        moved = 2 * output
+        moved = output + problem.output_elements * problem.output_dtype.itemsize
         if problem.layout == "strided":
             moved += 2 * problem.input_elements * size
         conv = max(milliseconds, device.copy_milliseconds(problem.input_elements * size + output))

@@ -266,6 +266,16 @@ def test_the_gradient_of_the_normalisation_comes_with_padded_lines(precision):
     assert plan.steps[-1] == "add the weight gradient's parts"
 
 
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_channels_last_the_gradient_of_the_normalisation_comes_as_planes(precision):
+    plan = plan_for(backward_problem(system_1(precision, layout="nhwc")), H200)
+    (written,) = (step for step in plan.steps if step.startswith("gradient through"))
+    assert "(nhwc -> nchw)" in written
+    assert written.endswith(", lines of 258 padded to 260, + sums by channel")
+    assert not any("the output's gradient" in step for step in plan.steps)
+    assert "transpose the input (nhwc -> nchw)" in plan.steps
+
+
 def test_a_dense_gradient_is_padded_by_a_step_of_its_own():
     bare = system_1("tf32", epilogue=(), spatial=(30, 33))
     asked = backward_problem(bare, "input", "weight")

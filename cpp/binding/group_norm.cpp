@@ -90,7 +90,8 @@ void bind_gradient_configs(py::module_& room) {
       .def_property_readonly("blocks", [](StreamedGradientConfig const& config) {
         return config.streamed.stream.blocks;
       });
-  room.def("gradient_sums_config", &gradient_sums_config, py::arg("problem"));
+  room.def("gradient_sums_config", &gradient_sums_config, py::arg("problem"),
+           py::arg("in_lines") = false);
   room.def("streamed_gradient_config", &streamed_gradient_config, py::arg("problem"), py::kw_only(),
            py::arg("aligned"), py::arg("columns") = 0, py::arg("pitch") = 0, py::arg("device"),
            "aligned: addresses are multiples of 16 bytes. columns, pitch: of the lines that the "

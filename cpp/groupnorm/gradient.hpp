@@ -22,12 +22,12 @@ namespace fusedconv::groupnorm {
 
 // input, grad_output and grad_input are dense in the problem's layout and dtype, grad_output in its
 // output_dtype: the same, or float32 beside 16 bits. mean and rstd are the forward pass's [batch,
-// groups]. weight and bias may be null; bias matters only behind an
-// activation. Channels first, grad_input may lie in lines of so many columns, which begin at
-// multiples of pitch, whole 16 bytes; pixels are whole lines, addresses multiples of 16 bytes. What
-// lies between a plane's lines may be written, what follows its last one is not. Its
-// sums by channel are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless
-// sums is null; channels last too, where gradients are not streamed.
+// groups]. weight and bias may be null; bias matters only behind an activation. grad_input may lie
+// in planes of lines of so many columns, which begin at multiples of pitch, whole 16 bytes unless
+// that is as many; pixels are whole lines, addresses multiples of 16 bytes. Channels first what
+// lies between a plane's lines may be written, what follows its last one is not. Its sums by
+// channel are then left in parts, [batch, channels, GradientBuffers::channel_sums], unless sums is
+// null; channels last too, where gradients are not streamed.
 struct GradientTensors {
   void const* input = nullptr;
   void const* grad_output = nullptr;
@@ -71,7 +71,8 @@ struct GradientBuffers {
 // Of two passes over the input and the gradient: sums, then the input's gradient.
 struct GradientConfig : GradientBuffers {};
 
-GradientConfig gradient_sums_config(GroupNormProblem const& problem);
+// in_lines: grad_input lies in lines.
+GradientConfig gradient_sums_config(GroupNormProblem const& problem, bool in_lines);
 
 // Fills the partial sums.
 void gradient_sums(GroupNormProblem const& problem, GradientTensors const& tensors,

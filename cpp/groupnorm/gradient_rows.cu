@@ -4,39 +4,14 @@
 #include "cuda/launch.hpp"
 #include "cuda/tile.hpp"
 #include "fusedconv/check.hpp"
-#include "groupnorm/gradient_device.hpp"
 #include "groupnorm/gradient_rows.hpp"
+#include "groupnorm/gradient_rows_device.hpp"
 #include "groupnorm/launch.hpp"
-#include "groupnorm/partition.hpp"
 
 namespace fusedconv::groupnorm {
 namespace {
 
 using device::Pack;
-
-// Where a thread is: block (row block, slab) of a sample.
-struct Place {
-  int64_t sample, row_block, row, end;
-  int map_row, column, slab, channel;
-
-  __device__ __forceinline__ Place(unsigned block, RowMap const& map, int vector, int64_t pixels,
-                                   int64_t block_rows, int row_blocks, int channels)
-      : sample(block / row_blocks),
-        row_block(block % row_blocks),
-        map_row(int(threadIdx.x) / map.columns),
-        column(int(threadIdx.x) % map.columns),
-        slab(int(blockIdx.y) * map.columns * vector),
-        channel(slab + column * vector) {
-    row = row_block * block_rows + map_row;
-    bool const serves = map_row < map.rows && channel < channels;
-    end = serves ? min(pixels, (row_block + 1) * block_rows) : 0;
-  }
-};
-
-// Blocks of a multiprocessor: what their threads then load at a time, without spilling, is what
-// memory likes best. Loading the next rows while computing takes registers and is slower.
-template <class T>
-constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
 
 // Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first on.
 // Loads are behind the bodies of the rows before: in front of their own the compiler would move
@@ -44,8 +19,7 @@ constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
 template <int kVector, class T, class G, class F>
 __device__ __forceinline__ void for_each_row(T const* input, G const* grad, Place const& place,
                                              int step, int64_t channels, F&& body) {
-  // Of a wider gradient as many bytes.
-  constexpr int kAhead = rows_ahead(sizeof(T)) / int(sizeof(G) / sizeof(T));
+  constexpr int kAhead = gradient_rows_ahead(sizeof(T), sizeof(G));
   Pack<T, kVector> inputs[kAhead];
   Pack<G, kVector> grads[kAhead];
   auto const load = [&](int64_t row) {
@@ -68,38 +42,6 @@ __device__ __forceinline__ void for_each_row(T const* input, G const* grad, Plac
     row += kAhead * step;
     load(row);
   }
-}
-
-// Fills table, [kVector][map.columns], with entry(channel) of the slab's channels: each is read
-// once by a block, and without conflicts between banks by its threads.
-template <int kVector, class Entry, class F>
-__device__ __forceinline__ void fill_table(Entry* table, RowMap const& map, int slab, int channels,
-                                           F&& entry) {
-  for (int c = int(threadIdx.x); c < map.columns * kVector; c += kThreads) {
-    if (slab + c < channels) table[c % kVector * map.columns + c / kVector] = entry(slab + c);
-  }
-}
-
-__device__ __forceinline__ float4 entry_of(Channel const& channel) {
-  return make_float4(channel.mean, channel.rstd, channel.weight, channel.bias);
-}
-__device__ __forceinline__ Channel channel_of(float4 const& entry) {
-  return {entry.x, entry.y, entry.z, entry.w};
-}
-
-// Adds each column's values over the rows of the map, [map.rows][width], in a fixed order; the
-// first row has the totals then.
-template <class V, class F>
-__device__ __forceinline__ void add_rows(V* values, int rows, int width, F&& add) {
-  for (int count = rows; count > 1;) {
-    int const half = (count + 1) / 2;
-    __syncthreads();
-    for (int i = int(threadIdx.x); i < (count - half) * width; i += kThreads) {
-      add(values[i], values[half * width + i]);
-    }
-    count = half;
-  }
-  __syncthreads();
 }
 
 // Partial sums [sample, row block, channel].
@@ -160,29 +102,12 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
   extern __shared__ float4 shared[];  // the tables, then sums, [map.rows][width]
   Place const place(device::block_from_last(), map, kVector, pixels, block_rows, row_blocks,
                     affine.channels);
-  int const width = map.columns * kVector;
-  auto* const groups = reinterpret_cast<GroupTerms*>(shared + width);
-  fill_table<kVector>(shared, map, place.slab, affine.channels, [&](int channel) {
-    return entry_of(Channel::of(affine, place.sample, channel));
-  });
-  fill_table<kVector>(groups, map, place.slab, affine.channels, [&](int channel) {
-    return terms[place.sample * affine.groups + channel / affine.channels_per_group];
-  });
-  __syncthreads();
-  Channel channels[kVector];
-  GroupTerms own[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    channels[v] = channel_of(shared[v * map.columns + place.column]);
-    own[v] = groups[v * map.columns + place.column];
-  }
+  RowGradient<kVector> const gradient(shared, place, map, affine, terms);
   [[maybe_unused]] float totals[kVector] = {};
   int64_t const base = place.sample * pixels * affine.channels + place.channel;
   for_each_row<kVector>(input + base, grad + base, place, map.rows, affine.channels,
                         [&](int64_t row, auto const& px, auto const& pg) {
-                          auto const result = grad_input_of<kKnown>(
-                              px, pg, [&](int v) { return channels[v]; },
-                              [&](int v) { return own[v]; }, affine);
+                          auto const result = gradient.template of<kKnown>(px, pg, affine);
                           result.store(output + base + row * affine.channels);
                           if constexpr (kSums) {
 #pragma unroll
@@ -191,20 +116,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T>)
                           }
                         });
   if constexpr (kSums) {
-    auto* const rows = reinterpret_cast<float*>(shared);
-    __syncthreads();
-    if (place.map_row < map.rows) {
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        rows[place.map_row * width + place.column * kVector + v] = totals[v];
-      }
-    }
-    add_rows(rows, map.rows, width, [](float& a, float b) { a += b; });
-    for (int i = int(threadIdx.x); i < width; i += kThreads) {
-      int64_t const channel = place.slab + i;
-      if (channel >= affine.channels) continue;
-      sums[(place.sample * affine.channels + channel) * row_blocks + place.row_block] = rows[i];
-    }
+    store_sums(totals, reinterpret_cast<float*>(shared), place, map, affine.channels, row_blocks,
+               sums);
   }
 }
 
@@ -233,8 +146,7 @@ void sum_gradients_of_rows(GroupNormProblem const& p, GradientTensors const& ten
 
 void input_gradient_of_rows(GroupNormProblem const& p, GradientTensors const& tensors,
                             GroupTerms const* terms, cudaStream_t stream) {
-  FUSEDCONV_CHECK(tensors.columns == 0, "input_gradient: columns: got ", tensors.columns,
-                  " for a tensor that is channels last");
+  if (tensors.columns != 0) return input_gradient_of_rows_in_lines(p, tensors, terms, stream);
   GradientAffine const affine = gradient_affine_of(p, tensors);
   Split const split = split_gradient_rows(p);
   dispatch_gradient_kernel(p, [&](auto zero, auto grad, auto active) {
@@ -244,8 +156,8 @@ void input_gradient_of_rows(GroupNormProblem const& p, GradientTensors const& te
       RowMap const map = RowMap::of(p.channels, vector.value);
       dim3 const grid = device::checked_grid("grad_of_rows", p.batch * split.count, map.slabs);
       int const width = map.columns * vector.value;
-      int const tables = int(sizeof(float4) + sizeof(GroupTerms));
-      int const shared = width * std::max(tables, map.rows * int(sizeof(float)));
+      int const shared = std::max(RowGradient<vector.value>::table_bytes(width),
+                                  width * map.rows * int(sizeof(float)));
       device::dispatch_bool(tensors.sums != nullptr, [&](auto sums) {
         device::launch(grad_of_rows<T, G, vector.value, known.value, sums.value>, grid, kThreads,
                        shared, stream, static_cast<T const*>(tensors.input),

@@ -11,5 +11,9 @@ void sum_gradients_of_rows(GroupNormProblem const& problem, GradientTensors cons
                            GradientSum* partials, cudaStream_t stream);
 void input_gradient_of_rows(GroupNormProblem const& problem, GradientTensors const& tensors,
                             GroupTerms const* terms, cudaStream_t stream);
+// Into planes, channels first.
+void input_gradient_of_rows_in_lines(GroupNormProblem const& problem,
+                                     GradientTensors const& tensors, GroupTerms const* terms,
+                                     cudaStream_t stream);
 
 }  // namespace fusedconv::groupnorm

@@ -49,8 +49,6 @@ GradientResult const& checked(char const* step, GradientResult const& result,
                     " bytes, expected whole 16 bytes");
     FUSEDCONV_CHECK(p.pixels / result.columns * result.pitch < int64_t(1) << 31, step,
                     ": pitch: got ", result.pitch, " for planes of ", p.pixels);
-    FUSEDCONV_CHECK(p.input_layout == Layout::kChannelsFirst, step, ": columns: got ",
-                    result.columns, " for a tensor that is channels last");
   }
   FUSEDCONV_CHECK(
       result.columns != 0 || !result.sums.present() || p.input_layout == Layout::kChannelsLast,
@@ -199,9 +197,11 @@ InputGradient::InputGradient(GradientConfig const& config, GroupNormProblem cons
 }
 
 std::string InputGradient::describe() const {
+  bool const transposes = problem_.input_layout == Layout::kChannelsLast && result_.columns != 0;
   return detail::join("gradient through ", passed_through(problem_), " (",
-                      name_of(problem_.input_layout), ")", described_gradient(problem_),
-                      described(result_));
+                      name_of(problem_.input_layout),
+                      transposes ? detail::join(" -> ", name_of(Layout::kChannelsFirst)) : "", ")",
+                      described_gradient(problem_), described(result_));
 }
 
 std::vector<Operand> InputGradient::operands() const {

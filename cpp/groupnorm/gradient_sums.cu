@@ -199,7 +199,7 @@ void launch_sums(GroupNormProblem const& p, GradientTensors const& tensors, Grad
 
 }  // namespace
 
-GradientConfig gradient_sums_config(GroupNormProblem const& p) {
+GradientConfig gradient_sums_config(GroupNormProblem const& p, bool in_lines) {
   GradientConfig config;
   check(p);
   config.support = supports_gradient_form(p);
@@ -211,7 +211,10 @@ GradientConfig gradient_sums_config(GroupNormProblem const& p) {
   } else {
     config.set_sizes(p, split_gradients(p).count);
     bool const last = p.input_layout == Layout::kChannelsLast;
-    config.channel_sums = (last ? split_gradient_rows(p) : split_planes(p, true)).count;
+    Split const split = !last      ? split_planes(p, true)
+                        : in_lines ? split_rows_to_planes(p)
+                                   : split_gradient_rows(p);
+    config.channel_sums = split.count;
   }
   return config;
 }

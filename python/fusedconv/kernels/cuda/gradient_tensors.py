@@ -36,6 +36,12 @@ def grad_form(problem: BackwardProblem) -> GradForm:
     return "nhwc" if transposes and grad_layout(problem) == "nhwc" else "nchw"
 
 
+def comes_in_lines(problem: BackwardProblem) -> bool:
+    """Whether the gradient of the convolution's output comes in padded lines, channels first: from
+    what computes it through GroupNorm."""
+    return problem.forward.norm_groups > 0
+
+
 def reads_channels_last(forward: ForwardProblem) -> bool:
     """Whether the program transposes the input, which is channels last."""
     return forward.layout == "nhwc" and has_whole_vectors(forward.channels, forward.dtype)
@@ -56,7 +62,7 @@ def transposed_elements(problem: BackwardProblem) -> list[tuple[int, bool]]:
     program cannot."""
     forward, gradients = problem.forward, problem.gradients
     transposed = []
-    if grad_layout(problem) == "nhwc":
+    if grad_layout(problem) == "nhwc" and not comes_in_lines(problem):
         transposed.append((forward.output_elements, grad_form(problem) != "nhwc"))
     if forward.layout == "nhwc" and "weight" in gradients:
         transposed.append((forward.input_elements, not reads_channels_last(forward)))
@@ -82,6 +88,12 @@ def pads_grad(problem: BackwardProblem) -> bool:
         and not is_strided(problem.forward)
         and begin_apart(problem, problem.forward.output_spatial[-1])
     )
+
+
+def asks_for_lines(problem: BackwardProblem) -> bool:
+    """Whether the output's gradient is padded first, or transposed, unless it comes in lines."""
+    reads = bool(problem.gradients & {"input", "weight"})
+    return pads_grad(problem) or (reads and grad_layout(problem) == "nhwc")
 
 
 def pads_input(problem: BackwardProblem) -> bool:

@@ -136,7 +136,7 @@ class GroupNormBackward(BackwardKernel):
         absent = _C.Operand()
         lines: dict[str, Any] = {}
         sums_bias = "bias" in problem.gradients
-        if forward.output_layout == "nchw" and (padded_lines or sums_bias):
+        if padded_lines or (sums_bias and forward.output_layout == "nchw"):
             columns = forward.output_spatial[-1]
             pitch = line_pitch(columns, forward.dtype) if padded_lines else columns
             lines = {"columns": columns, "pitch": pitch}
@@ -280,7 +280,7 @@ class GroupNormBackwardTwoPass(GroupNormBackward):
     name = "groupnorm_backward_two_pass"
 
     def _config(self, problem: BackwardProblem, device: Device, **lines: int) -> Any:
-        return _C.group_norm.gradient_sums_config(compiled_problem(problem))
+        return _C.group_norm.gradient_sums_config(compiled_problem(problem), in_lines=bool(lines))
 
     def _add_steps(self, program: Any, config: Any, operands: dict[str, Any], merges: bool) -> None:
         read = {name: operands[name] for name in _READ}
@@ -394,7 +394,7 @@ class GroupNormBackwardPlan(BackwardPlan):
                 self._strides = dense_strides(self._shape, self._layout)
 
     def give_padded_lines(self) -> bool:
-        gives = self._layout == "nchw" and wants_input(self.problem)
+        gives = wants_input(self.problem)
         if gives:
             self._build(padded_lines=True)
         return gives

@@ -30,6 +30,8 @@ from fusedconv.kernels.cuda.conditions import (
 )
 from fusedconv.kernels.cuda.gradient_tensors import (
     GradForm,
+    asks_for_lines,
+    comes_in_lines,
     copies_to_channels_last,
     grad_form,
     grad_layout,
@@ -223,8 +225,7 @@ class GradientsSm90(BackwardKernel):
         scattered = cycles * 1e3 / device.clock_hertz
         total = device.launch_milliseconds  # of one plan, however many parts it computes
         splits = splits_grad(problem)
-        # The gradient of a normalisation comes with padded lines.
-        pads = pads_grad(problem) and (forward.norm is None or forward.output_layout == "nhwc")
+        pads = pads_grad(problem) and not comes_in_lines(problem)
         for elements, by_torch in transposed_elements(problem):
             total += device.copy_milliseconds(costs.transposing * 2 * elements * size)
             total += (COPY_HOST if by_torch else 1.0) * device.launch_milliseconds
@@ -361,7 +362,7 @@ class GradientsSm90Plan(BackwardPlan):
         self._kernel = kernel
         self._device = device
         self._programs: dict[GradForm, _C.Program] = {}
-        self.pads_lines = pads_grad(problem)
+        self.pads_lines = asks_for_lines(problem)
         forward = problem.forward
         self._transposes = has_whole_vectors(conv.out_channels, forward.dtype)
         self._line_strides = line_strides(forward.output_shape, forward.dtype)

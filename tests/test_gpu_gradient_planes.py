@@ -10,7 +10,6 @@ from problems import explained, geometry_of, group_norm_stage, problem
 from reference import GRADIENT_FLOOR, channels_last, relative_error
 from reference import conv_transpose_act_norm as composition
 from test_gpu_gradients import TWO_PASS
-from test_gpu_gradients import backward as backward  # a fixture
 
 from fusedconv import BackwardProblem
 from fusedconv.device import device_record
@@ -123,11 +122,11 @@ def gradients(function, tensors, grad, **keywords):
 @pytest.mark.parametrize(
     ("channels", "spatial"), [((32, 64), (61, 70)), ((64, 24), (33, 46)), ((64, 36), (5, 9, 31))]
 )
-def test_convolutions_read_them(channels, spatial, stride, conv_precision, backward, monkeypatch):
+def test_convolutions_read_them(channels, spatial, stride, conv_precision, force, monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the gradients of the convolution run on compute capability 9.0")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", conv_precision == "tf32")
-    backward(TWO_PASS, f"sm90_gradients_{conv_precision}")
+    force(f"{TWO_PASS},sm90_gradients_{conv_precision}")
     torch.manual_seed(0)
     dtype = torch.bfloat16 if conv_precision == "bf16" else torch.float32
     inputs, outputs = channels

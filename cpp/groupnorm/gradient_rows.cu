@@ -13,6 +13,11 @@ namespace {
 
 using device::Pack;
 
+// Blocks of a multiprocessor: what their threads then load at a time, without spilling, is what
+// memory likes best. Loading the next rows while computing takes registers and is slower.
+template <class T>
+constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
+
 // Calls body(row, input's values, gradient's values) for a thread's rows, from a sample's first on.
 // Loads are behind the bodies of the rows before: in front of their own the compiler would move
 // them there, one by one.

@@ -25,11 +25,6 @@ struct Place {
   }
 };
 
-// Blocks of a multiprocessor: what their threads then load at a time, without spilling, is what
-// memory likes best. Loading the next rows while computing takes registers and is slower.
-template <class T>
-constexpr int kResident = sizeof(T) == 2 ? 2 : 3;
-
 // Fills table, [kVector][map.columns], with entry(channel) of the slab's channels: each is read
 // once by a block, and without conflicts between banks by its threads.
 template <int kVector, class Entry, class F>

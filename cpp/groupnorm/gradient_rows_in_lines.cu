@@ -41,13 +41,13 @@ void dispatch_neighbours(int columns, F&& body) {
 // sums, if any, [sample, channel, row block], of what is stored. From the last block on, as of what
 // was summed up the last is still in the L2 cache.
 template <class T, class G, int kVector, int kKnown, int kNeighbours>
-__global__ void __launch_bounds__(kThreads, kResident<T>)
+__global__ void __launch_bounds__(kThreads, 2)
     grad_of_rows_in_lines(T const* __restrict__ input, G const* __restrict__ grad,
                           T* __restrict__ output, GradientAffine affine,
                           GroupTerms const* __restrict__ terms, int64_t pixels, int64_t block_rows,
                           int row_blocks, PlaneTiles tiles, Lines lines, LineStep step,
                           float* __restrict__ sums) {
-  constexpr int kAhead = gradient_rows_ahead(sizeof(T), sizeof(G));
+  constexpr int kAhead = PlaneTiles::ahead(sizeof(T), sizeof(G));
   extern __shared__ float4 shared[];  // the tables, then tiles, then sums, [map.rows][width]
   RowMap const& map = tiles.map;
   Place const place(device::block_from_last(), map, kVector, pixels, block_rows, row_blocks,
@@ -131,7 +131,7 @@ void input_gradient_of_rows_in_lines(GroupNormProblem const& p, GradientTensors 
     dispatch_gradients<T, G, active.value>(p, tensors, true, [&](auto vector, auto known) {
       constexpr int kVector = vector.value;
       auto const tiles =
-          PlaneTiles::of(p.channels, kVector, gradient_rows_ahead(sizeof(T), sizeof(G)));
+          PlaneTiles::of(p.channels, kVector, PlaneTiles::ahead(sizeof(T), sizeof(G)));
       dim3 const grid =
           device::checked_grid("grad_of_rows_in_lines", p.batch * split.count, tiles.map.slabs);
       int const width = tiles.map.columns * kVector;

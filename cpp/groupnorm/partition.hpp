@@ -87,34 +87,40 @@ inline Split split_gradient_rows(GroupNormProblem const& p) {
   return split_rows_of_gradients(p, kGradientRowsBytes);
 }
 
-// How a block covers rows of channels that it stores as planes: a warp's rows are neighbours, of
-// which each channel has as long a run as the tile between them has rows.
-struct PlaneTiles {
-  static constexpr int kMostColumns = 16;
-
-  RowMap map;
-  int rows;  // of a tile
-
-  // `ahead` rows of a thread are in a tile.
-  static PlaneTiles of(int64_t channels, int vector, int ahead) {
-    int64_t const vectors = channels / vector;
-    int const slabs = int(ceil_div(vectors, kMostColumns));
-    int const columns = int(ceil_div(vectors, slabs));
-    int const rows = std::min(kThreads / columns, kThreads / ahead);
-    return {{columns, rows, slabs}, rows * ahead};
-  }
-};
-
-// Rows of a gradient that is as wide as the problem's tensors, or wider, that a thread takes at a
-// time: as many bytes of it.
+// Rows of a gradient that a thread takes at a time: of one wider than the problem's tensors as many
+// bytes.
 constexpr int gradient_rows_ahead(int64_t element_bytes, int64_t grad_bytes) {
   return rows_ahead(element_bytes) / int(grad_bytes / element_bytes);
 }
 
+// How a block covers rows of channels that it stores as planes, tile by tile: a channel has a run
+// as long as a tile has rows. With tiles of 64 rows of 64 channels in float32, lines of 258 take
+// 1.83 ms where tiles of 32 take 2.26 (H200, 2.2 GB each of input, gradient and result).
+struct PlaneTiles {
+  static constexpr int kMostColumns = 16;
+  static constexpr int kMultiple = 8;  // of the map's rows
+
+  RowMap map;
+  int rows;  // of a tile
+
+  // Of a tile's, those of a thread.
+  static constexpr int ahead(int64_t element_bytes, int64_t grad_bytes) {
+    return 4 / int(grad_bytes / element_bytes);
+  }
+
+  static PlaneTiles of(int64_t channels, int vector, int ahead) {
+    int64_t const vectors = channels / vector;
+    int const slabs = int(ceil_div(vectors, kMostColumns));
+    int const columns = int(ceil_div(vectors, slabs));
+    int const rows = std::min(kThreads / columns, kThreads / ahead) / kMultiple * kMultiple;
+    return {{columns, rows, slabs}, rows * ahead};
+  }
+};
+
 // Of rows of channels, in the pass that stores gradients as planes.
 inline Split split_rows_to_planes(GroupNormProblem const& p) {
   int64_t const size = size_of(p.dtype);
-  int const vector = int(16 / size), ahead = gradient_rows_ahead(size, size_of(p.output_dtype));
+  int const vector = int(16 / size), ahead = PlaneTiles::ahead(size, size_of(p.output_dtype));
   auto const tiles = PlaneTiles::of(p.channels, p.channels % vector == 0 ? vector : 1, ahead);
   int64_t const row = std::min<int64_t>(p.channels, tiles.map.columns * vector) * size;
   int64_t bytes = kGradientRowsBytes;

@@ -37,9 +37,12 @@ def grad_form(problem: BackwardProblem) -> GradForm:
 
 
 def comes_in_lines(problem: BackwardProblem) -> bool:
-    """Whether the gradient of the convolution's output comes in padded lines, channels first: from
-    what computes it through GroupNorm."""
-    return problem.forward.norm_groups > 0
+    """Whether estimates count on it that the gradient of the convolution's output comes in padded
+    lines, channels first, from what computes it through GroupNorm: channels last where the program
+    reads it for both input and weight, as another kernel for one of them would read it dense."""
+    if not problem.forward.norm_groups:
+        return False
+    return grad_layout(problem) == "nchw" or problem.gradients >= {"input", "weight"}
 
 
 def reads_channels_last(forward: ForwardProblem) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conv_gradients import TF32_ERROR
 from gpu_checks import poison
 from problems import explained, geometry_of, group_norm_stage, problem
 from reference import GRADIENT_FLOOR, channels_last, relative_error
@@ -41,6 +42,8 @@ SHAPES = [
     (2, 257, 6, 9),
     (2, 1088, 5, 6),
     (2, 64, 6, 7, 34),
+    (3, 24, 6, 16),
+    (2, 64, 20, 64),
     (70, 48, 1, 1),
 ]
 
@@ -111,6 +114,26 @@ def test_planes_are_what_dense_gradients_are(activation, order, dtype, grad_dtyp
             assert torch.equal(getattr(found, name), getattr(again, name)), name
 
 
+@pytest.mark.parametrize("shift", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES, ids=str)
+def test_addresses_between_vectors(dtype, grad_dtype, shift):
+    torch.manual_seed(shift)
+    shape = (3, 40, 17, 258)
+    x = channels_last(torch.randn(shape, device="cuda").to(dtype))
+    memory = torch.full((x.numel() + 8,), torch.nan, device="cuda", dtype=grad_dtype)
+    grad = memory[shift : shift + x.numel()].as_strided(shape, x.stride())
+    grad.copy_(torch.randn(shape, device="cuda"))
+    mean, rstd = torch.rand(2, shape[0], 2, device="cuda").unbind()
+    affine = torch.randn(2, shape[1], device="cuda").unbind()
+    dense, planes = plans_of(x, grad_dtype, "gelu", "act_norm", ("conv_output", "bias"))
+    tensors = BackwardTensors(grad, x, None, x, mean, rstd, *affine)
+    poison()
+    expected, found = dense.run(tensors), planes.run(tensors)
+    for name in ("conv_output", "bias"):
+        same = 1e-5 if dtype == torch.float32 else GRADIENT_FLOOR[dtype]
+        assert relative_error(getattr(found, name), getattr(expected, name)) < same
+
+
 def gradients(function, tensors, grad, **keywords):
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     output = function(*leaves[:3], norm_weight=leaves[3], norm_bias=leaves[4], **keywords)
@@ -155,7 +178,10 @@ def test_convolutions_read_them(channels, spatial, stride, conv_precision, force
     torchs = gradients(composition, tensors, grad, **keywords)
     exact = gradients(composition, [each.double() for each in tensors], grad.double(), **keywords)
     for a, t, r in zip(actual, torchs, exact, strict=True):
-        assert relative_error(a, r) <= 1.1 * relative_error(t, r) + 2 * GRADIENT_FLOOR[dtype]
+        limit = 1.1 * relative_error(t, r)
+        if conv_precision == "tf32":
+            limit = max(limit, TF32_ERROR)  # eager's small convolutions are not in TF32
+        assert relative_error(a, r) <= limit + 2 * GRADIENT_FLOOR[dtype]
     assert actual[0].stride() == x.stride()
     again = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))

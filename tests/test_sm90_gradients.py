@@ -27,8 +27,8 @@ from fusedconv.kernels.cuda.sm90_gradients import (
     SHORTEST_STRICT_POSITIONS,
 )
 from fusedconv.layout import dense_strides, layout_of, lies_in_lines, line_strides
-from fusedconv.plan import BackwardTensors
-from fusedconv.problem import Bias, ForwardProblem
+from fusedconv.plan import BackwardTensors, JoinedPlan
+from fusedconv.problem import Bias, ForwardProblem, Residual
 from fusedconv.registry import registry
 from fusedconv.selection import choose, plan_for
 from fusedconv.support import Support
@@ -275,6 +275,36 @@ def test_channels_last_the_gradient_of_the_normalisation_comes_as_planes(precisi
     before = ("transpose the output's gradient", "pad the output's gradient")
     assert not any(step.startswith(before) for step in plan.steps)
     assert "transpose the input (nhwc -> nchw)" in plan.steps
+
+
+def test_planes_are_counted_on_where_they_are_given():
+    """By kernels of ours for what is behind, where one kernel reads them for input and weight."""
+    kernel = kernel_named("sm90_gradients_tf32")
+
+    def cost(*names, **changes):
+        forward = system_1("tf32", layout="nhwc", **changes)
+        return kernel.cost(backward_problem(forward).part(names), H200)
+
+    passes = cost("input") + cost("weight") - cost("input", "weight")
+    gradient = H200.copy_milliseconds(2 * 128 * 64 * 258 * 258 * 4)
+    assert passes > 3 * gradient  # transposed and padded for each
+    bias, *behind = system_1("tf32").epilogue
+    residual = system_1("tf32", layout="nhwc", epilogue=(bias, Residual(), *behind))
+    asked = backward_problem(residual).part(("input", "weight"))
+    planes = kernel.cost(asked, H200) - cost("input", "weight")
+    assert planes > 1.5 * gradient
+
+
+def test_torch_reads_what_is_behind_as_it_lies():
+    """Where it computes one of the convolution's gradients no planes are given to the other."""
+    asked = backward_problem(system_1("tf32", layout="nhwc"))
+    given = [
+        kernel_named("groupnorm_backward_two_pass").compile(asked.part(["epilogue"]), H200),
+        kernel_named("sm90_gradients_tf32").compile(asked.part(["weight"]), H200),
+        kernel_named("torch_convolution_backward").compile(asked.part(["input"]), H200),
+    ]
+    assert "transpose the output's gradient (nhwc -> nchw)" in JoinedPlan(given).steps
+    assert "transpose the output's gradient (nhwc -> nchw)" not in JoinedPlan(given[:2]).steps
 
 
 def test_a_dense_gradient_is_padded_by_a_step_of_its_own():

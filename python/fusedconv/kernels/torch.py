@@ -358,6 +358,8 @@ class TorchConvolutionPlan(BackwardPlan):
     def __init__(self, problem: BackwardProblem) -> None:
         self.problem = problem
         assert problem.forward.conv is not None
+        # Lines are channels first, which the vendor library would copy back.
+        self.reads_dense = problem.forward.output_layout == "nhwc"
         asked = [name for name in ("input", "weight", "bias") if name in problem.gradients]
         self.steps = (
             f"torch.ops.aten.convolution_backward for {', '.join(asked)} (vendor library)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from fusedconv.kernels.compiled import supports_compiled
 from fusedconv.kernels.cuda.phase_planes import is_strided, of_planes
 from fusedconv.kernels.cuda.transposing import has_whole_vectors
 from fusedconv.layout import Layout, line_pitch
@@ -38,9 +39,10 @@ def grad_form(problem: BackwardProblem) -> GradForm:
 
 def comes_in_lines(problem: BackwardProblem) -> bool:
     """Whether estimates count on it that the gradient of the convolution's output comes in padded
-    lines, channels first, from what computes it through GroupNorm: channels last where the program
-    reads it for both input and weight, as another kernel for one of them would read it dense."""
-    if not problem.forward.norm_groups:
+    lines, channels first, from a kernel of ours for what is behind, with a GroupNorm: channels last
+    where the program reads it for both input and weight, as another kernel for one of them would
+    read it dense."""
+    if not (problem.forward.norm_groups and supports_compiled(problem.forward)):
         return False
     return grad_layout(problem) == "nchw" or problem.gradients >= {"input", "weight"}
 

@@ -271,6 +271,9 @@ def _is_gelu_in_front(forward: ForwardProblem) -> bool:
     return isinstance(form, ActNormAct) and (form.before, form.after) == ("gelu", "identity")
 
 
+#: Elements of a plane of padded lines are counted to less than this.
+MOST_LINES = 1 << 31
+
 _READ = ("problem", "input", "grad_output", "mean", "rstd", "weight", "bias")
 
 
@@ -394,7 +397,10 @@ class GroupNormBackwardPlan(BackwardPlan):
                 self._strides = dense_strides(self._shape, self._layout)
 
     def give_padded_lines(self) -> bool:
-        gives = wants_input(self.problem)
+        columns = self._shape[-1]
+        pitch = line_pitch(columns, self.problem.forward.dtype)
+        plane = math.prod(self._shape[2:]) // columns * pitch
+        gives = wants_input(self.problem) and plane < MOST_LINES
         if gives:
             self._build(padded_lines=True)
         return gives

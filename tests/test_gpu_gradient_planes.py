@@ -185,23 +185,3 @@ def test_convolutions_read_them(channels, spatial, stride, conv_precision, force
     assert actual[0].stride() == x.stride()
     again = gradients(conv_transpose_act_norm, tensors, grad, **keywords)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-
-
-def test_planes_are_of_no_gradient_that_is_not_asked_for():
-    x = channels_last(torch.randn(2, 8, 6, 7))
-    asked = BackwardProblem(
-        problem(
-            layout="nhwc",
-            batch=2,
-            channels=8,
-            spatial=(6, 7),
-            conv=geometry_of(torch.empty(8, 8, 1, 1)),
-            save=True,
-        ),
-        grad_dtype=x.dtype,
-        grad_layout="nhwc",
-        aligned=True,
-        gradients=frozenset({"norm_weight"}),
-    )
-    plan = GroupNormBackwardTwoPass().compile(asked, device_record(torch.device("cuda")))
-    assert not plan.give_padded_lines()

@@ -143,3 +143,20 @@ def test_torch_reads_what_is_behind_as_it_lies():
     ]
     assert "transpose the output's gradient (nhwc -> nchw)" in JoinedPlan(given).steps
     assert "transpose the output's gradient (nhwc -> nchw)" not in JoinedPlan(given[:2]).steps
+
+
+def test_what_writes_no_planes():
+    """Where no gradient of the convolution's output is asked for, or planes are not counted."""
+    kernel = kernel_named("groupnorm_backward_two_pass")
+
+    def gives(**changes):
+        asked = backward_problem(system_1("bf16", layout="nhwc", **changes))
+        return kernel.compile(asked, H200).give_padded_lines()
+
+    assert gives()
+    asked = backward_problem(system_1("bf16", layout="nhwc"), "norm_weight")
+    assert not kernel.compile(asked, H200).give_padded_lines()
+    one_tap = geometry_of(torch.empty(8, 8, 1, 1))
+    long = {"batch": 1, "channels": 8, "conv": one_tap}
+    assert gives(**long, spatial=((1 << 28) - 1, 1))
+    assert not gives(**long, spatial=(1 << 28, 1))  # lines of one column are padded to eight

@@ -31,13 +31,6 @@ struct Tile {
   }
 };
 
-// Calls body with how many neighbours of a line are stored at once.
-template <class F>
-void dispatch_neighbours(int columns, F&& body) {
-  if (columns % 2 == 0) return body(std::integral_constant<int, 2>{});
-  body(std::integral_constant<int, 1>{});
-}
-
 // sums, if any, [sample, channel, row block], of what is stored. From the last block on, as of what
 // was summed up the last is still in the L2 cache.
 template <class T, class G, int kVector, int kKnown, int kNeighbours>
@@ -138,8 +131,9 @@ void input_gradient_of_rows_in_lines(GroupNormProblem const& p, GradientTensors 
       int const shared =
           std::max({RowGradient<kVector>::table_bytes(width), Tile<T>::bytes(tiles, kVector),
                     width * tiles.map.rows * int(sizeof(float))});
-      dispatch_neighbours(tensors.columns, [&](auto neighbours) {
-        device::launch(grad_of_rows_in_lines<T, G, kVector, known.value, neighbours.value>, grid,
+      // Two neighbours of a line are stored at once where each line has whole pairs.
+      device::dispatch_bool(tensors.columns % 2 == 0, [&](auto pairs) {
+        device::launch(grad_of_rows_in_lines<T, G, kVector, known.value, 1 + pairs.value>, grid,
                        kThreads, shared, stream, static_cast<T const*>(tensors.input),
                        static_cast<G const*>(tensors.grad_output),
                        static_cast<T*>(tensors.grad_input), affine, terms, p.pixels, split.size,

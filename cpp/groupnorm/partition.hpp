@@ -72,14 +72,20 @@ inline constexpr int64_t kGradientRowsBytes = 64 << 10;
 // Blocks that load the memory fully, in a pass over rows of gradients.
 inline constexpr int64_t kFullBlocks = 528;
 
-// Of rows of channels, in a pass over gradients that blocks of `bytes` serve best: fewer where
-// that leaves multiprocessors without work.
+// Of a block in a pass over rows of gradients that blocks of `bytes` serve best: fewer where that
+// leaves multiprocessors without work.
+inline int64_t gradient_block_bytes(GroupNormProblem const& p, int64_t bytes) {
+  int64_t const all = p.batch * p.pixels * p.channels * size_of(p.dtype);
+  while (bytes > kRunBytes && all < kFullBlocks * bytes) bytes /= 2;
+  return bytes;
+}
+
+// Of rows of channels, in such a pass.
 inline Split split_rows_of_gradients(GroupNormProblem const& p, int64_t bytes) {
   int64_t const size = size_of(p.dtype), row = p.channels * size;
   int const vector = int(16 / size);
   int const rows = RowMap::of(p.channels, p.channels % vector == 0 ? vector : 1).rows;
-  while (bytes > kRunBytes && p.batch * p.pixels * row < kFullBlocks * bytes) bytes /= 2;
-  return split_run(p.pixels, row, rows * rows_ahead(size), bytes);
+  return split_run(p.pixels, row, rows * rows_ahead(size), gradient_block_bytes(p, bytes));
 }
 
 // The same, of the pass that stores gradients.
@@ -123,11 +129,7 @@ inline Split split_rows_to_planes(GroupNormProblem const& p) {
   int const vector = int(16 / size), ahead = PlaneTiles::ahead(size, size_of(p.output_dtype));
   auto const tiles = PlaneTiles::of(p.channels, p.channels % vector == 0 ? vector : 1, ahead);
   int64_t const row = std::min<int64_t>(p.channels, tiles.map.columns * vector) * size;
-  int64_t bytes = kGradientRowsBytes;
-  while (bytes > kRunBytes && p.batch * p.pixels * p.channels * size < kFullBlocks * bytes) {
-    bytes /= 2;
-  }
-  return split_run(p.pixels, row, tiles.rows, bytes);
+  return split_run(p.pixels, row, tiles.rows, gradient_block_bytes(p, kGradientRowsBytes));
 }
 
 // Of a plane, or of rows of channels, in the pass that sums gradients.

@@ -135,8 +135,8 @@ class ForwardPlan(Plan):
 class BackwardPlan(Plan):
     """A plan of a backward pass or of some of its parts."""
 
-    #: Whether it pads the lines of the convolution's output gradient, unless they come padded
-    #: (``fusedconv.layout.line_strides``).
+    #: Whether it pads the lines of the convolution's output gradient, or transposes it to channels
+    #: first, unless it comes so, in padded lines (``fusedconv.layout.line_strides``).
     pads_lines: bool = False
     #: Whether it reads that gradient, and no padded lines.
     reads_dense: bool = False
